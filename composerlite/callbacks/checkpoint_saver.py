@@ -28,10 +28,10 @@ from composerlite.core.interval import (
     AutoInterval,
     ends_with_this_batch,
     is_never,
-    is_of_one_rank,
     is_once,
+    may_differ_by_rank,
 )
-from composerlite.core.measured import MeasuredMetrics, check_metric_exists, note_unread_losses
+from composerlite.core.measured import MeasuredMetrics, check_metric_exists, update_not_finite
 from composerlite.errors import CheckpointError, checked_arguments, naming
 from composerlite.types import CheckpointNews
 
@@ -249,7 +249,7 @@ class CheckpointSaver(Callback):
         due = self.save_interval(state, event)
         ephemeral = self.ephemeral_interval is not None and self.ephemeral_interval(state, event) and not due
         intervals = self.save_interval, self.ephemeral_interval
-        if state.world_size > 1 and any(is_of_one_rank(interval, state) for interval in intervals):
+        if state.world_size > 1 and any(may_differ_by_rank(interval, state) for interval in intervals):
             due, ephemeral = dist.get_group().broadcast((due, ephemeral))
         return due, ephemeral
 
@@ -282,7 +282,7 @@ class CheckpointSaver(Callback):
         self._last_says = _says(state)
         if isinstance(self.save_interval, AutoInterval):
             self.save_interval.save_began(state)
-        note_unread_losses(state)
+        update_not_finite(state)
         metrics, lazy = self._measured.now(state), self._may_copy_late(state)
         with self._logged():
             self.manager.save(ephemeral=ephemeral, metrics=metrics, lazy=lazy)

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import torch
 
 from composerlite.core import Callback, Logger, State
-from composerlite.core.measured import gives_one_value
+from composerlite.core.measured import returns_tensor
 from composerlite.errors import ConfigError, did_you_mean
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class MetricWatcher(Callback, ABC):
         if self.is_of(state):
             state.needs_train_metrics = True
         metrics = state.train_metrics if self.is_of(state) else state.eval_metrics.get(self.dataloader_label, {})
-        if all(gives_one_value(metric) for metric in metrics.values()):
+        if all(returns_tensor(metric) for metric in metrics.values()):
             self._check_metric(metrics)
 
     def eval_standalone_start(self, state: State, logger: Logger) -> None:

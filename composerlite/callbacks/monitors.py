@@ -11,7 +11,7 @@ import torch
 
 from composerlite import dist
 from composerlite.core import Callback, Logger, State
-from composerlite.core.measured import note_not_finite
+from composerlite.core.measured import warn_not_finite
 from composerlite.core.state.run_state import by_class
 from composerlite.devices import Device
 from composerlite.errors import ConfigError, TrainingError, checked_arguments, did_you_mean
@@ -66,7 +66,7 @@ class OptimizerMonitor(Callback):
             norms = dict(zip(self._norms, _stack(self._norms).tolist(), strict=True))
             logger.log_metrics(norms)
             if state.scaler is None and _ALL in norms:  # a scaler looks for overflows, and leaves such steps out
-                state.not_finite += note_not_finite(state, {_ALL: norms[_ALL]})
+                state.not_finite += warn_not_finite(state, {_ALL: norms[_ALL]})
             self._norms.clear()
 
     def _add_optimizer_norms(self, state: State) -> None:

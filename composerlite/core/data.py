@@ -48,7 +48,7 @@ def batch_get(batch: Batch, key: Any) -> Any:
         key = key[0]
     if callable(key):
         return key(batch)
-    return getattr(batch, key) if isinstance(key, str) and not _is_mapping(batch) else batch[key]
+    return getattr(batch, key) if isinstance(key, str) and not issubclass(type(batch), Mapping) else batch[key]
 
 
 def batch_set(batch: Batch, key: Any, value: Any) -> Batch:
@@ -67,13 +67,13 @@ def batch_set(batch: Batch, key: Any, value: Any) -> Batch:
         key = key[1]
     if callable(key):
         return key(batch, value)
-    by_name = isinstance(key, str) and not _is_mapping(batch)
+    by_name = isinstance(key, str) and not issubclass(type(batch), Mapping)
     if by_name and hasattr(batch, "_replace"):
         return batch._replace(**{key: value})
     if by_name:
         setattr(batch, key, value)
         return batch
-    if _is_tuple(batch):
+    if issubclass(type(batch), tuple):
         items, place = list(cast("tuple[Any, ...]", batch)), cast("int", key)
         items[place] = value
         return type(batch)(*items) if hasattr(batch, "_fields") else tuple(items)
@@ -83,14 +83,6 @@ def batch_set(batch: Batch, key: Any, value: Any) -> Batch:
 
 def _is_pair_of_functions(key: Any) -> bool:
     return isinstance(key, tuple | list) and len(cast("Sequence[Any]", key)) == 2 and all(map(callable, key))
-
-
-def _is_mapping(batch: Batch) -> bool:  # plain functions: narrowing Any would make its items unknown
-    return isinstance(batch, Mapping)
-
-
-def _is_tuple(batch: Batch) -> bool:
-    return isinstance(batch, tuple)
 
 
 def count_samples(batch: Batch) -> int:

@@ -69,7 +69,7 @@ class Interruption:
         """Request the end of the run. Signal handlers and other threads may call this."""
         self.requested = True
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Call ``leave`` if the ranks have agreed. Call at safe points."""
         if self.leave is not None and self.agreed:
             self.leave()

@@ -21,8 +21,8 @@ __all__ = [
     "create_interval_scheduler",
     "ends_with_this_batch",
     "is_never",
-    "is_of_one_rank",
     "is_once",
+    "may_differ_by_rank",
 ]
 
 SchedulePredicate: TypeAlias = Callable[[Any, Event], bool]
@@ -299,7 +299,7 @@ def ends_with_this_batch(interval: SchedulePredicate, state: Progress) -> bool:
     return (int(state.timestamp.batch) + 1) % int(interval.interval) == 0
 
 
-def is_of_one_rank(interval: SchedulePredicate | None, state: Progress) -> bool:
+def may_differ_by_rank(interval: SchedulePredicate | None, state: Progress) -> bool:
     """Return true if ranks may disagree about ``interval``, because a clock or a function of the user decides.
 
     Args:

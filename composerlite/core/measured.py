@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 __all__ = [
     "MeasuredMetrics",
     "check_metric_exists",
-    "gives_one_value",
     "metric_values",
-    "note_not_finite",
-    "note_unread_losses",
     "read_losses",
+    "returns_tensor",
+    "update_not_finite",
+    "warn_not_finite",
 ]
 
 log = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ def _to_cpu(key: object, value: Any) -> Any:
     return value.detach().cpu() if isinstance(value, torch.Tensor) else with_items(value, _to_cpu)
 
 
-def gives_one_value(metric: Metric) -> bool:
+def returns_tensor(metric: Metric) -> bool:
     """Return true if ``metric`` declares a tensor as result. Other metrics may return a dict with unknown keys."""
     returns = getattr(type(metric).compute, "__annotations__", {}).get("return")
     return returns in (torch.Tensor, "Tensor", "torch.Tensor")
@@ -160,13 +160,13 @@ def check_metric_exists(name: str, state: State, *, argument: str) -> None:
     if any(name == metric or name.startswith(f"{metric}/") for metric in known):
         return
     for label, metrics in groups.items():  # keys of a dict are unknown before the first computation
-        if name.startswith(f"{label}/") and not all(gives_one_value(metric) for metric in metrics.values()):
+        if name.startswith(f"{label}/") and not all(returns_tensor(metric) for metric in metrics.values()):
             return
     hint = did_you_mean(name, known) if known else " There is none: give an eval_dataloader and Model.get_metrics()."
     raise ConfigError(f"{argument}={name!r}: there is no such metric.{hint}")
 
 
-def note_not_finite(state: State, values: Mapping[str, float]) -> tuple[str, ...]:
+def warn_not_finite(state: State, values: Mapping[str, float]) -> tuple[str, ...]:
     """Return the names of ``values`` that are NaN or infinite. Rank 0 logs a warning after a finite batch.
 
     Args:
@@ -195,10 +195,10 @@ def read_losses(state: State) -> dict[str, Any]:
     return {name: reading.value(loss) for name, loss in state.total_loss_dict.items()}
 
 
-def note_unread_losses(state: State) -> None:
+def update_not_finite(state: State) -> None:
     """Update ``state.not_finite`` if no logger has read the losses of the last batch. Collective."""
     if any(isinstance(loss, torch.Tensor) for loss in state.total_loss_dict.values()):
-        state.not_finite = note_not_finite(state, dist.get_group().broadcast(read_losses(state)))
+        state.not_finite = warn_not_finite(state, dist.get_group().broadcast(read_losses(state)))
 
 
 def _moment(state: State) -> tuple[int, int]:

@@ -267,6 +267,7 @@ def ensure_time(maybe_time: TimeInput, int_unit: str | TimeUnit) -> Time:
 
 MICROSECONDS = 1_000_000
 """Microseconds in a second: the resolution of a timestamp's clocks."""
+_MICROSECOND = timedelta(microseconds=1)
 
 
 class _Fields(NamedTuple):
@@ -307,13 +308,9 @@ def _field(name: str, convert: Callable[[int], object]) -> Any:
     return property(lambda stamp: convert(stamp.fields[index]))
 
 
-def _timedelta(microseconds: int) -> timedelta:
-    return timedelta(microseconds=microseconds)
-
-
 def _microseconds(value: timedelta | int | float | Time) -> int:
     clock = value if isinstance(value, timedelta) else timedelta(seconds=float(value))
-    return round(clock / timedelta(microseconds=1))
+    return round(clock / _MICROSECOND)
 
 
 def _bare(name: str, value: int | float | Time | timedelta) -> int:
@@ -365,13 +362,13 @@ class Timestamp:
     """Samples seen in this epoch."""
     token_in_epoch: Time = _field("token_in_epoch", Time.from_token)
     """Tokens seen in this epoch."""
-    total_wct: timedelta = _field("total_wct", _timedelta)
+    total_wct: timedelta = _field("total_wct", _MICROSECOND.__mul__)
     """Wall-clock time of training so far."""
-    iteration_wct: timedelta = _field("iteration_wct", _timedelta)
+    iteration_wct: timedelta = _field("iteration_wct", _MICROSECOND.__mul__)
     """Wall-clock time of this iteration."""
-    epoch_wct: timedelta = _field("epoch_wct", _timedelta)
+    epoch_wct: timedelta = _field("epoch_wct", _MICROSECOND.__mul__)
     """Wall-clock time of this epoch."""
-    batch_wct: timedelta = _field("batch_wct", _timedelta)
+    batch_wct: timedelta = _field("batch_wct", _MICROSECOND.__mul__)
     """Wall-clock time of the last batch."""
 
     def __init__(self, **fields: int | float | Time | timedelta) -> None:

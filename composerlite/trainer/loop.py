@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from composerlite.core import DataSpec, Engine, Event, Logger, State, TimeUnit, move_to_device
-from composerlite.core.measured import note_not_finite, read_losses
+from composerlite.core.measured import read_losses, warn_not_finite
 from composerlite.devices import rng
 from composerlite.errors import ConfigError
 from composerlite.trainer.data.dataloading import DataPosition
@@ -131,7 +131,7 @@ def _train_epoch(loop: Loop, *, only_end: bool) -> tuple[bool, bool]:
             is_whole = loop.subset_num_batches < 0 or int(state.timestamp.batch_in_epoch) < loop.subset_num_batches
             return True, not has_batch and is_whole
         clock = _train_batch(loop, batch, clock, samples, tokens, counted)
-        state.interruption.look()
+        state.interruption.poll()
         done += 1
         if state.training_is_over:
             return _is_end_of_epoch(loop), False
@@ -184,7 +184,7 @@ def _train_batch(loop: Loop, batch: Batch, clock: int, samples: int, tokens: int
             "time/token": int(times.token),
         }
         logger.log_metrics({**state.total_loss_dict, **counts})
-        state.not_finite = note_not_finite(state, state.total_loss_dict)
+        state.not_finite = warn_not_finite(state, state.total_loss_dict)
     for handler in on[Event.BATCH_END]:
         handler(state, logger)
     evaluated = bool(state.evaluators) and loop.evaluation.run_due(Event.BATCH_END)
@@ -242,7 +242,7 @@ def _checkpoint(loop: Loop, event: Event) -> None:
     """Run a checkpoint event on all ranks together."""
     loop.ranks.communicator.sync_stop(loop.state)
     loop.engine.run_event(event)
-    loop.state.interruption.look()
+    loop.state.interruption.poll()
 
 
 def _finish_interrupted_evaluation(loop: Loop) -> None:

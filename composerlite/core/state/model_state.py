@@ -198,9 +198,6 @@ def _is_finite(tensor: torch.Tensor) -> torch.Tensor:
 def _are_equal(loaded: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> bool:
     """Return true if all values have the same bits in the type of the live tensor. NaN equals the same NaN."""
     values = [like_live(value, live) for value, live in loaded if dist.is_dense(value)]
-    bits = [_bits(dist.local_shard(value).local.to("cpu", loaded[0][1].dtype)) for value in values]
+    local = [dist.local_shard(value).local.to("cpu", loaded[0][1].dtype) for value in values]
+    bits = [tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8) for tensor in local]
     return all(torch.equal(bits[0], other) for other in bits[1:])
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)

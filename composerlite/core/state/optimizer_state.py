@@ -99,10 +99,10 @@ def optimizer_problems(
     """
     names = _names(optimizer, model)
     saved = state_dict["param_groups"]
-    way_out = "Pass the optimizer of that run, or load_ignore_keys=['state/optimizers'] to start with a fresh one."
+    fix = "Pass the optimizer of that run, or load_ignore_keys=['state/optimizers'] to start with a fresh one."
     kind = type(optimizer).__qualname__
     if len(saved) != len(names):
-        return [f"{source}: {kind} was saved with {len(saved)} parameter groups and has {len(names)} now. {way_out}"]
+        return [f"{source}: {kind} was saved with {len(saved)} parameter groups and has {len(names)} now. {fix}"]
     problems: list[str] = []
     for index, (group, group_names) in enumerate(zip(saved, names, strict=True)):
         missing = sorted(set(group_names) - set(group["params"]))
@@ -115,7 +115,7 @@ def optimizer_problems(
     if not problems and (foreign := sorted(state_dict["state"].keys() - known)):
         problems.append(f"the checkpoint has state for parameters in no group: {', '.join(foreign)}")
     problems += _other_shapes(optimizer, model, state_dict["state"])
-    return [f"{source}: {kind} does not fit. {'; '.join(problems)}. {way_out}"] if problems else []
+    return [f"{source}: {kind} does not fit. {'; '.join(problems)}. {fix}"] if problems else []
 
 
 def _other_shapes(

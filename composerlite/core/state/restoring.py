@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar, final, runtime_checkable
+from typing import Any, Protocol, final, runtime_checkable
 
 from composerlite import dist
 from composerlite.core.event import Event
@@ -15,7 +15,7 @@ from composerlite.core.state.metric_states import load_metric_states
 from composerlite.core.state.model_state import load_model, model_places, model_problems
 from composerlite.core.state.optimizer_state import load_named_optimizer_state, optimizer_places, optimizer_problems
 from composerlite.core.state.resumed import LoadedSchedulers, restoring
-from composerlite.core.state.run_state import KeptAlgorithm, RunState, by_class, by_key
+from composerlite.core.state.run_state import RunState, SavedAlgorithm, by_class, by_key
 from composerlite.core.time import Time, Timestamp
 from composerlite.errors import IncompatibleCheckpointError, did_you_mean
 from composerlite.on_demand import ALGORITHM_PACKAGES, ALGORITHMS
@@ -27,7 +27,6 @@ log = logging.getLogger(__name__)
 
 _EVALUATED = {"model", "integrations", "metadata", "algorithms", "timestamp"}
 """The parts of a checkpoint that evaluation loads."""
-T = TypeVar("T")
 
 
 @runtime_checkable
@@ -183,22 +182,19 @@ class StateLoader:
                 state.resumed.schedulers = LoadedSchedulers(dict(contents["schedulers"]), self.source)
             state.resumed.schedulers.restore(by_class(state.schedulers))
         else:
-            for saved, scheduler in self._matching(by_class(state.schedulers), contents, "schedulers"):
-                with self._restoring(f"schedulers/{type(scheduler).__qualname__}"):
-                    scheduler.load_state_dict(saved)
-        algorithms = {
-            name: saved
-            for name, saved in contents.get("algorithms", ())
-            if name.split(":")[0] not in self.exclude_algorithms
-        }
+            self._load_each("schedulers", by_class(state.schedulers), contents.get("schedulers"))
+        algorithms: StateDict | None = None
+        if "algorithms" in contents:
+            with self._restoring("algorithms"):
+                algorithms = {
+                    name: saved.get("state", saved)  # Composer stores the state itself
+                    for name, saved in contents["algorithms"]
+                    if name.split(":")[0] not in self.exclude_algorithms
+                }
         own = by_key(state.algorithms)
         rebuilt = [name for name, algorithm in own.items() if algorithm.required_on_load()]
-        for saved, algorithm in self._matching(own, {"algorithms": algorithms}, "algorithms", rebuilt):
-            with self._restoring(f"algorithms/{algorithm.state_key}"):
-                algorithm.load_state_dict(saved.get("state", saved))  # Composer stores the state itself
-        for saved, callback in self._matching(by_key(state.callbacks), contents, "callbacks"):
-            with self._restoring(f"callbacks/{callback.state_key}"):
-                callback.load_state_dict(saved)
+        self._load_each("algorithms", own, algorithms, may_lack=rebuilt)
+        self._load_each("callbacks", by_key(state.callbacks), contents.get("callbacks"))
         if state.scaler is not None and contents.get("scaler"):
             with self._restoring("scaler"):
                 state.scaler.load_state_dict(next(iter(contents["scaler"].values())))
@@ -291,30 +287,31 @@ class StateLoader:
             "'state/schedulers']."
         ]
 
-    def _matching(
-        self, own: Mapping[str, T], contents: StateDict, part: str, may_lack: Sequence[str] = ()
-    ) -> Iterable[tuple[Any, T]]:
-        """Yield (saved state, object) pairs. Objects and states without a counterpart are added to the warning.
+    def _load_each(
+        self, part: str, own: Mapping[str, Any], states: StateDict | None, may_lack: Sequence[str] = ()
+    ) -> None:
+        """Restore the objects with a saved state. Add objects and states without a counterpart to the warning.
 
         Args:
+            part: key of the part in the contents.
             own: objects of the run by name.
-            contents: contents of the checkpoint.
-            part: key in ``contents``.
+            states: saved states by name; ``None`` if the checkpoint lacks the part.
             may_lack: names of objects that need no saved state.
         """
-        if part not in contents:
+        if states is None:
             if own and self._has_training:
                 self._unmatched.append(f"the checkpoint has no {part}; not restored: {', '.join(own)}")
             return
         with self._restoring(part):
-            saved = dict(contents[part])
+            states = dict(states)
         for name, thing in own.items():
-            if name in saved:
-                yield saved[name], thing
+            if name in states:
+                with self._restoring(f"{part}/{name}"):
+                    thing.load_state_dict(states[name])
             elif name not in may_lack and _keeps_state(thing):
                 self._unmatched.append(f"the checkpoint has no state of {name!r} in {part}: {name} starts fresh")
-        for name in saved:
-            if name not in own and saved[name]:
+        for name in states:
+            if name not in own and states[name]:
                 self._unmatched.append(f"the checkpoint has a state of {name!r} in {part}, and the run has no {name}")
 
 
@@ -324,7 +321,7 @@ def _keeps_state(thing: object) -> bool:
     return not owner.__module__.startswith("composerlite.core.")
 
 
-def rebuilt(name: str, config: dict[str, Any]) -> KeptAlgorithm:
+def rebuilt(name: str, config: dict[str, Any]) -> SavedAlgorithm:
     """Build the algorithm class ``name`` with the arguments ``config``. No text is evaluated.
 
     Raises:

@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
     from composerlite.core.state.loss_reading import LossReading
 
-__all__ = ["KeptAlgorithm", "KeptCallback", "RunState", "by_class", "by_key"]
+__all__ = ["RunState", "SavedAlgorithm", "SavedCallback", "by_class", "by_key"]
 
 T = TypeVar("T")
-K = TypeVar("K", bound="KeptCallback")
+K = TypeVar("K", bound="SavedCallback")
 
 
-class KeptCallback(Protocol):
+class SavedCallback(Protocol):
     """The part of a :class:`Callback` that a state needs to save and restore its progress."""
 
     @property
@@ -44,7 +44,7 @@ class KeptCallback(Protocol):
     def load_state_dict(self, state_dict: StateDict) -> None: ...
 
 
-class KeptAlgorithm(KeptCallback, Protocol):
+class SavedAlgorithm(SavedCallback, Protocol):
     """The part of an :class:`Algorithm` that a state needs to save, restore and rebuild the algorithm."""
 
     @staticmethod
@@ -112,9 +112,9 @@ class RunState:
     """Optimizers; at most a single optimizer."""
     schedulers: list[LRScheduler] = _list_of("schedulers")
     """Schedulers of the learning rate."""
-    algorithms: list[KeptAlgorithm] = _list_of("algorithms")
+    algorithms: list[SavedAlgorithm] = _list_of("algorithms")
     """Algorithms, in the order of their calls."""
-    callbacks: list[KeptCallback] = _list_of("callbacks")
+    callbacks: list[SavedCallback] = _list_of("callbacks")
     """Callbacks and loggers."""
     evaluators: list[Evaluator] = _list_of("evaluators")
     """Evaluators of the trainer."""
@@ -145,8 +145,8 @@ class RunState:
         precision: str | Precision = Precision.FP32,
         optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         scaler: torch.amp.GradScaler | None = None,
-        algorithms: KeptAlgorithm | Sequence[KeptAlgorithm] | None = None,
-        callbacks: KeptCallback | Sequence[KeptCallback] | None = None,
+        algorithms: SavedAlgorithm | Sequence[SavedAlgorithm] | None = None,
+        callbacks: SavedCallback | Sequence[SavedCallback] | None = None,
         train_dataloader: Iterable[Batch] | None = None,
         dataloader: Iterable[Batch] | None = None,
         dataloader_label: str | None = None,

@@ -20,7 +20,7 @@ from composerlite.core.state.metric_states import metric_states
 from composerlite.core.state.model_state import frozen_parameters, model_state
 from composerlite.core.state.optimizer_state import lost_parameters, named_optimizer_state
 from composerlite.core.state.restoring import Integrated, StateLoader
-from composerlite.core.state.run_state import KeptAlgorithm, RunState, by_class, by_key
+from composerlite.core.state.run_state import RunState, SavedAlgorithm, by_class, by_key
 from composerlite.errors import SaveError
 from composerlite.types import StateDict
 
@@ -207,7 +207,7 @@ class State(RunState):
             loader.load_all()
 
 
-def _described(algorithm: KeptAlgorithm, state: StateDict) -> StateDict:
+def _described(algorithm: SavedAlgorithm, state: StateDict) -> StateDict:
     """Return the record of ``algorithm`` in a checkpoint. ``repr`` is for readers; no code evaluates this text."""
     return {
         "repr": repr(algorithm),
