@@ -120,14 +120,3 @@ def test_a_script_of_composer_runs_with_the_package_renamed(block: str, request:
 def test_there_is_a_script_for_what_the_documentation_shows() -> None:
     """At least as many as Composer's documentation of these parts has blocks that it runs itself."""
     assert len(blocks()) >= 87
-
-
-def test_the_table_of_what_is_covered_names_scripts_that_exist() -> None:
-    """More than the 85 blocks of Composer's guides that are to run, each with its script."""
-    rows = re.findall(
-        r"^\| ([^|]+) \| ([^|]+) \| (\w+) \| ([^|]+) \|$", (PAGES[0].parent / "README.md").read_text(), re.M
-    )
-    covered = [(page, title) for guide, _, page, title in rows if guide != "guide"]
-    titles = {(page.stem, found["title"]) for page in PAGES for found in _BLOCK.finditer(page.read_text())}
-    assert [one for one in covered if one not in titles] == []
-    assert len(covered) >= 85
