@@ -34,7 +34,6 @@ __all__ = [
     "local_part",
     "map_leaves",
     "mark_as_stepped",
-    "memory_page",
     "memory_snapshot",
     "multiply_each",
     "negative_view",
@@ -205,14 +204,6 @@ def record_memory_history(max_entries: int | None) -> None:
 def memory_snapshot() -> Any:
     """The state of the memory of CUDA GPUs now, with the allocations that are remembered."""
     return torch.cuda.memory._snapshot()
-
-
-def memory_page(snapshot: Any, view: str) -> str:
-    """An HTML page with a view of ``snapshot``: ``trace_plot`` or ``segment_plot``."""
-    from torch.cuda import _memory_viz
-
-    page: str = getattr(_memory_viz, view)(snapshot)
-    return page
 
 
 def observe_out_of_memory(observer: Callable[[int, int, int, int], None]) -> None:

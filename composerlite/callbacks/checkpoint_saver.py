@@ -1,4 +1,4 @@
-"""CheckpointSaver: decides when a checkpoint is saved; a ``CheckpointManager`` does the rest."""
+"""CheckpointSaver: decides when to save a checkpoint. A ``CheckpointManager`` saves."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from composerlite.errors import CheckpointError, checked_arguments, naming
 from composerlite.types import CheckpointNews
 
 log = logging.getLogger(__name__)
-_NUMBERS_ALONE = "replicated", "deletion failed"
-"""Events of which loggers get the numbers."""
+_METRICS_ONLY = "replicated", "deletion failed"
+"""Events whose metrics are logged, but not the events themselves."""
 _CHECKPOINTS = Event.BATCH_CHECKPOINT, Event.EPOCH_CHECKPOINT, Event.ITERATION_CHECKPOINT
 
 
@@ -45,56 +45,64 @@ _CHECKPOINTS = Event.BATCH_CHECKPOINT, Event.EPOCH_CHECKPOINT, Event.ITERATION_C
 class CheckpointSaver(Callback):
     """Saves checkpoints during training.
 
-    A save happens when ``save_interval`` says so, at most once per batch count; a built-in interval also saves at the
-    end of training. Training continues as soon as the state is copied; one save is in flight at a time, and the end
-    of ``fit`` waits for it. A checkpoint contains its record, with digests by which it is verified on load, and exists
-    from one rename on, after it is durable. A kill at any moment leaves older checkpoints as they were; only archives
-    of ranks that are replaced under their names are lost. A save that fails ends training at the next batch, unless
-    failures are tolerated.
-    Several savers may run side by side, in one folder if their ``filename`` and ``latest_filename`` differ.
+    A save begins when ``save_interval`` is due, at most once per batch count; a built-in interval is also due at the
+    end of training. Training continues as soon as the state is copied. One save runs at a time, and the end of ``fit``
+    waits for the save. A checkpoint contains its record, with digests to verify the checkpoint on load, and exists from
+    one rename on, after the data are durable. A kill at any moment leaves older checkpoints unchanged, except archives
+    of ranks that are replaced under the same name. A failed save ends training at the next batch, unless
+    ``failure_limit`` tolerates failures. Several savers may run side by side, in one folder if ``filename`` and
+    ``latest_filename`` differ.
 
     Args:
         folder: a local folder, or a URI such as ``'s3://bucket/{run_name}'``; ``{run_name}`` and the variables of
-            ranks are filled in. With a URI each checkpoint is saved to a local folder and published in the background.
-        filename: the name of each checkpoint, with any of the format variables ``{run_name} {rank} {local_rank}
+            ranks are filled in. With a URI each checkpoint is saved to a local folder and uploaded in the background.
+        filename: name of each checkpoint, with any of the format variables ``{run_name} {rank} {local_rank}
             {world_size} {local_world_size} {node_rank} {epoch} {batch} {batch_in_epoch} {sample} {sample_in_epoch}
-            {token} {token_in_epoch} {total_wct} {epoch_wct} {batch_wct}``; may name subfolders.
-        remote_file_name: the name of each checkpoint in a bucket, with format variables: in those of the loggers that
-            upload, and in that of ``folder``, where it is ``filename`` below the URI's path if nothing is given.
+            {token} {token_in_epoch} {total_wct} {epoch_wct} {batch_wct}``; may contain subfolders.
+        remote_file_name: name of each checkpoint in a bucket, with format variables: in the buckets of the loggers that
+            upload, and in the bucket of ``folder``, where the default is ``filename`` below the path of the URI.
             ``None``: ``filename`` below ``folder``.
-        latest_filename: a symbolic link to the newest checkpoint; ``None`` for none.
-        latest_remote_file_name: the same in a bucket, as an object with ``.symlink`` after its name.
+        latest_filename: a symbolic link to the newest checkpoint; ``None``: no link.
+        latest_remote_file_name: name of the link in a bucket, an object with ``.symlink`` after the name.
         save_interval: a number of epochs, a time string, or a function ``(state, event) -> bool``. 0: never.
-        overwrite: replace files that are there already; otherwise training does not start where it would have to.
-        num_checkpoints_to_keep: -1 for all, or how many of the newest stay. Those saved before a resume count. 0 for
-            none once they are in a bucket.
-        weights_only: save the model alone.
-        ignore_keys: globs over ``state/model/…`` paths, or a function of the dict, of what is not saved.
-        compat: ``'composer'``: save what Composer loads, too.
-        asynchronous: write in the background; else each save keeps training until it is durable.
-        staging_bytes: most memory for the copy of the state; ``None``: half of the free memory. Without enough memory
-            training waits while the state is written.
-        lazy: weights and optimizer state on a GPU are copied while training continues, and the next optimizer step
-            waits for the copy. ``None``: if nothing else changes them: no algorithms, only callbacks of composerlite.
-            Tensors of the CPU are always copied before training continues.
-        on_exception: if training fails, save what there is then as ``crash-<filename>``. Autoresume skips it;
-            ``load_path`` loads it. In one process only.
-        in_memory: the folder is in memory that outlives the process: it is emptied at the end, once another saver has
-            saved as much, and does not count where a run is preempted. Before the step that ends an interval of
-            batches the save of the one before is waited for: a process that is killed has lost one interval at most.
-        replication: with ``in_memory``, replicate checkpoints to the memory of another node, at so many GB/s at most.
-        failure_limit: number of consecutive saves, and of uploads, that may fail, with a warning each.
-        ephemeral_interval: save at these times too, and delete such a checkpoint as soon as there is a newer one.
-        keep_every: the first checkpoint at or after each multiple of this interval stays for ever.
-        best_k: number of the best checkpoints by ``best_metric`` to keep; ``best_mode`` is ``'max'`` or ``'min'``.
-        staging_folder: the local folder where ``folder`` is a URI; the path in the URI by default.
-        num_concurrent_uploads: accepted for scripts of Composer; a checkpoint is sent at a time, in several parts.
-        upload_timeout_in_seconds: how long to wait for uploads, at the end of training and where too many wait.
-        num_remote_checkpoints_to_keep: -1 for all, or how many of the newest stay in the bucket.
+        overwrite: replace existing files. Otherwise training does not start if files would have to be replaced.
+        num_checkpoints_to_keep: -1 for all, or the number of newest checkpoints to keep, including checkpoints from
+            before a resume. 0: keep none after the upload to a bucket.
+        weights_only: save the model only.
+        ignore_keys: globs over ``state/model/…`` paths to leave out, or a function that changes the dict.
+        compat: ``'composer'``: also save the keys that Composer loads.
+        asynchronous: write in the background. Otherwise training waits until each checkpoint is durable.
+        staging_bytes: largest amount of memory for the copy of the state; ``None``: half of the free memory. Without
+            enough memory training waits until the state is written.
+        lazy: copy weights and optimizer state on a GPU while training continues; the next optimizer step waits for the
+            copy. ``None``: only if nothing else changes the state: no algorithms, and only callbacks of composerlite.
+            Tensors on the CPU are always copied before training continues.
+        on_exception: if training fails, save the state as ``crash-<filename>``. Autoresume skips this checkpoint, and
+            ``load_path`` loads it. For one process only.
+        in_memory: the folder is in memory that outlives the process. The folder is emptied at the end, after another
+            saver has saved the same state, and a preempted run does not save to it. Before the last step of an interval
+            of batches training waits for the previous save, so a killed process loses one interval at most.
+        replication: with ``in_memory``, replicate checkpoints to the memory of another node, at most at this rate in
+            GB/s.
+        failure_limit: number of consecutive saves, and of uploads, that may fail with a warning.
+        ephemeral_interval: also save at this interval, and delete such a checkpoint when a newer checkpoint exists.
+        keep_every: keep the first checkpoint at or after each multiple of this interval forever.
+        best_k: number of best checkpoints by ``best_metric`` to keep.
+        best_metric: name of the metric, such as ``'eval/MulticlassAccuracy'``.
+        best_mode: ``'max'`` or ``'min'``.
+        staging_folder: local folder if ``folder`` is a URI; by default the path in the URI.
+        num_concurrent_uploads: ignored; for scripts of Composer. A checkpoint is uploaded in parallel parts.
+        upload_timeout_in_seconds: longest wait for uploads, at the end of training and if too many uploads wait.
+        num_remote_checkpoints_to_keep: -1 for all, or the number of newest checkpoints to keep in the bucket.
 
     Raises:
-        ConfigError: a name, interval or number that cannot be used, at construction.
-        CheckpointExistsError: at the start of training, if the folder holds what this run would write.
+        ConfigError: a name, interval or number is invalid.
+        CheckpointExistsError: at the start of training, if the folder has files that this run would write.
+
+    Example:
+        .. code-block:: python
+
+            Trainer(model=model, callbacks=CheckpointSaver("runs/fox", save_interval="500ba"))
     """
 
     @checked_arguments
@@ -147,12 +155,11 @@ class CheckpointSaver(Callback):
         self.in_memory = in_memory
         self.last_checkpoint_batch: int | None = None
         self._last_was_ephemeral = False
-        self._last_says: tuple[object, ...] | None = None
-        self._only_ends = False
+        self._saved_extra: tuple[object, ...] | None = None
+        self._is_over = False  # when fit began
         self._has_prepared = False
         self._measured = MeasuredMetrics()
 
-    # ── when ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def init(self, state: State, logger: Logger) -> None:
         """Open the folder. See :meth:`CheckpointManager.open`."""
         self._logger = logger
@@ -163,17 +170,17 @@ class CheckpointSaver(Callback):
         state.piggyback.extend(self.manager.counters)
 
     def after_load(self, state: State, logger: Logger) -> None:
-        """Find the checkpoints that this run has saved up to now."""
+        """List the checkpoints saved before this launch."""
         self.manager.load_existing()
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Refuse to start where another process writes, files would be overwritten, or none could hold the model."""
+        """Check that this process may write to the folder, and that no existing file would be replaced."""
         several = not is_never(self.save_interval) and not is_once(self.save_interval, state)
         with self._logged():
             is_saved = self.manager.begin(several=several)
         if is_never(self.save_interval) and is_never(self.ephemeral_interval) and dist.get_global_rank() == 0:
             log.warning(
-                "save_interval=%s never comes: no checkpoint is saved in %r, not even at the end of training, unless "
+                "save_interval=%s is never due: no checkpoint is saved in %r, not even at the end of training, unless "
                 "trainer.save_checkpoint_to_save_folder() is called. Give an interval of 1 or more, as in '500ba'.",
                 getattr(self.save_interval, "interval", None),
                 self.folder,
@@ -182,104 +189,100 @@ class CheckpointSaver(Callback):
         if policy.best is not None:
             check_metric_exists(policy.metric, state, argument="save_best_metric")
             state.needs_train_metrics = state.needs_train_metrics or policy.metric.startswith("train/")
-        self._last_says = self._last_says or _says(state)  # what was loaded
+        self._saved_extra = self._saved_extra or _extra_state(state)  # of the loaded checkpoint
         if not is_saved or (self.last_checkpoint_batch or 0) > int(state.timestamp.batch):
-            self.last_checkpoint_batch = None  # or time was reset: what was saved then says nothing about now
-        self._only_ends = state.training_is_over
+            self.last_checkpoint_batch = None  # the checkpoint is missing, or time was reset
+        self._is_over = state.training_is_over
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
-        """Wait for the save in flight before the step that makes the next one due, if ``in_memory``."""
+        """Wait for the running save before the step at which the next save is due, if ``in_memory``."""
         if self.in_memory and ends_with_this_batch(self.save_interval, state):
             self._collect()
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
-        """Collect the save in flight if it has ended; save if an interval is due."""
+        """Process finished saves, and save if an interval is due."""
         with self._logged() as events:
             events += self.manager.poll()
         if not self._has_prepared:
-            self.manager.prepare()  # after the first step: optimizers have their state now
+            self.manager.prepare()  # after the first step, when optimizers have their state
             self._has_prepared = True
         self._save_if_due(state, Event.BATCH_CHECKPOINT)
 
     def eval_end(self, state: State, logger: Logger) -> None:
-        """Keep the metrics for the record."""
+        """Note the metrics for the record of the next checkpoint."""
         self._measured.after_evaluation(state)
 
     def epoch_end(self, state: State, logger: Logger) -> None:
-        """Keep the metrics for the record."""
+        """Note the metrics for the record of the next checkpoint."""
         self._measured.after_epoch(state)
 
     def epoch_checkpoint(self, state: State, logger: Logger) -> None:
-        """Save if an interval says so."""
+        """Save if an interval is due."""
         self._save_if_due(state, Event.EPOCH_CHECKPOINT)
 
     def iteration_checkpoint(self, state: State, logger: Logger) -> None:
-        """Save if an interval says so."""
+        """Save if an interval is due."""
         self._save_if_due(state, Event.ITERATION_CHECKPOINT)
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        """Save the end if no checkpoint has it yet; wait for saves and uploads; raise what they do.
-
-        The run may have been stopped behind the last moment at which one is saved. Or ``fit`` raised when it had
-        trained on everything, and was called again.
-        """
-        if state.stopped is not None:
+        """Save the end of training if no checkpoint has it, and wait for saves and uploads."""
+        if state.stopped is not None:  # perhaps after the last checkpoint event
             self._save_if_due(state, Event.EPOCH_CHECKPOINT)
-        for event in _CHECKPOINTS if self._only_ends else ():
+        for event in _CHECKPOINTS if self._is_over else ():  # an earlier fit has trained, and raised before the save
             self._save_if_due(state, event)
         with self._logged():
             self.manager.finish()
 
     def close(self, state: State, logger: Logger) -> None:
-        """Wait for saves and uploads, whatever ended training, and raise what they do."""
+        """Wait for saves and uploads, also after an error in training, and raise their errors."""
         with self._logged():
             self.manager.close()
 
     def _save_if_due(self, state: State, event: Event) -> None:
-        due, ephemeral = self._due(state, event)
-        if not (due or ephemeral):
-            return
-        is_stop = state.stopped is not None and self._last_says != _says(state) and not self.weights_only
-        saved_already = self.last_checkpoint_batch == int(state.timestamp.batch) and not is_stop
-        if not saved_already or (due and self._last_was_ephemeral):
-            self._start(state, ephemeral=ephemeral)
-
-    def _due(self, state: State, event: Event) -> tuple[bool, bool]:
-        """Decide whether to save, and whether an ephemeral checkpoint. Rank 0 evaluates clocks and user functions."""
         due = self.save_interval(state, event)
         ephemeral = self.ephemeral_interval is not None and self.ephemeral_interval(state, event) and not due
         intervals = self.save_interval, self.ephemeral_interval
         if state.world_size > 1 and any(may_differ_by_rank(interval, state) for interval in intervals):
-            due, ephemeral = dist.get_group().broadcast((due, ephemeral))
-        return due, ephemeral
+            due, ephemeral = dist.get_group().broadcast((due, ephemeral))  # clocks and user functions of rank 0
+        if not (due or ephemeral):
+            return
+        is_stop = state.stopped is not None and self._saved_extra != _extra_state(state) and not self.weights_only
+        is_saved = self.last_checkpoint_batch == int(state.timestamp.batch) and not is_stop
+        if not is_saved or (due and self._last_was_ephemeral):
+            self._start(state, ephemeral=ephemeral)
 
-    # ── what ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def save(self, state: State) -> str:
-        """Save a checkpoint now, move ``latest``, delete what is not to be kept; its path, when it is committed."""
+        """Save a checkpoint now, and return its path after the commit.
+
+        Raises:
+            CheckpointError: the save failed, and ``failure_limit`` tolerates the failure.
+        """
         self._start(state, ephemeral=False)
         self._collect()
-        if self.manager.outcomes.last_is_unconfirmed:  # a tolerated failure: there is no path to return
+        if self.manager.outcomes.last_is_unconfirmed:  # a tolerated failure
             error = self.manager.outcomes.tolerated
             raise CheckpointError(f"the checkpoint could not be saved: {type(error).__name__}: {error}") from error
         return self.saved_checkpoints[-1]
 
     def has_saved(self, state: State) -> bool:
-        """Return true if a checkpoint has the current batch and its evaluation. Waits for the last save."""
+        """Wait for the running save. Return true if a checkpoint has the present batch and evaluation."""
         self._collect()
-        is_of_now = self.last_checkpoint_batch == int(state.timestamp.batch) and self._last_says == _says(state)
-        return is_of_now and not self.manager.outcomes.last_is_unconfirmed
+        is_current = self.last_checkpoint_batch == int(state.timestamp.batch) and self._saved_extra == _extra_state(
+            state
+        )
+        return is_current and not self.manager.outcomes.last_is_unconfirmed
 
     def save_last(self, state: State) -> None:
-        """Save where the run stands, which has to end here. The next regular checkpoint takes its place."""
+        """Save a checkpoint of a preempted run. The next regular checkpoint replaces this one."""
         self._start(state, ephemeral=True)
         self._collect()
 
     def _start(self, state: State, *, ephemeral: bool) -> None:
-        """Begin a save. Failures so far are raised first, or counted where that is tolerated."""
+        """Begin a save. Raises the failure of the last save, unless ``failure_limit`` tolerates the failure."""
         self._collect()
-        # Set first: the checkpoint that is being written counts as saved in its own state.
+        # Before the save: the checkpoint contains the state of this callback.
         self.last_checkpoint_batch, self._last_was_ephemeral = int(state.timestamp.batch), ephemeral
-        self._last_says = _says(state)
+        self._saved_extra = _extra_state(state)
         if isinstance(self.save_interval, AutoInterval):
             self.save_interval.save_began(state)
         update_not_finite(state)
@@ -288,16 +291,16 @@ class CheckpointSaver(Callback):
             self.manager.save(ephemeral=ephemeral, metrics=metrics, lazy=lazy)
 
     def _collect(self) -> None:
-        """Wait for the save in flight."""
+        """Wait for the running save."""
         with self._logged():
             self.manager.collect()
 
     @contextlib.contextmanager
     def _logged(self) -> Generator[list[CheckpointNews]]:
-        """Pass the events of the block to the loggers and the interval, whether or not an error ends the block.
+        """Pass the events of the block to the loggers and the interval, also if the block raises.
 
         Yields:
-            A list, for events that the block has taken already.
+            A list for events that the block itself has collected.
         """
         events: list[CheckpointNews] = []
         try:
@@ -310,13 +313,13 @@ class CheckpointSaver(Callback):
                     self.save_interval.record_failure()
                 elif isinstance(self.save_interval, AutoInterval) and news.what == "committed":
                     self.save_interval.record_save(news.seconds["stall"], news.seconds["total"])
-                if self._logger is not None and dist.get_global_rank() == 0 and news.what not in _NUMBERS_ALONE:
+                if self._logger is not None and dist.get_global_rank() == 0 and news.what not in _METRICS_ONLY:
                     self._logger.log_checkpoint(news)
                 if self._logger is not None and news.metrics:
                     self._logger.log_metrics({f"checkpoint/{name}": value for name, value in news.metrics.items()})
 
     def _may_copy_late(self, state: State) -> bool:
-        """Return true if only optimizers change weights from here to their next step."""
+        """Return true if only optimizers change the weights before the next step."""
         if self.lazy is not None:
             return self.lazy
         ours = all(
@@ -327,17 +330,17 @@ class CheckpointSaver(Callback):
 
     @property
     def folder(self) -> str:
-        """The local folder."""
+        """Local folder of the checkpoints."""
         return self.manager.where.folder
 
     @property
     def filename(self) -> PartialFilePath:
-        """The name of each checkpoint."""
+        """Template of the name of each checkpoint."""
         return PartialFilePath(self.manager.where.filename, self.options.names.local_folder)
 
     @property
     def blocked_seconds(self) -> float:
-        """Seconds for which saves have blocked training."""
+        """Seconds during which training has waited for saves."""
         return self.manager.outcomes.blocked_seconds + self.manager.outcomes.waited_seconds
 
     @property
@@ -345,9 +348,8 @@ class CheckpointSaver(Callback):
         """Paths of the checkpoints of this run, oldest first."""
         return [f"{self.folder.rstrip('/')}/{name}" for name in self.manager.saved]
 
-    # ── progress ─────────────────────────────────────────────────────────────────────────────────────────────────
     def state_dict(self) -> dict[str, Any]:
-        """Return the measurements and the batch of the last save, so that a resumed run does not save it again."""
+        """Return the batch of the last save, so that a resumed run does not save the batch again, and measurements."""
         saved: dict[str, Any] = {"last_checkpoint_batch": self.last_checkpoint_batch}
         if self._last_was_ephemeral:
             saved["ephemeral"] = True
@@ -358,7 +360,7 @@ class CheckpointSaver(Callback):
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back the batch count of the last save. Composer's state, a list of paths, holds none."""
+        """Restore the batch of the last save and measurements. Composer's state has neither."""
         self.last_checkpoint_batch = state_dict.get("last_checkpoint_batch")
         self._last_was_ephemeral = bool(state_dict.get("ephemeral", False))
         self._measured.load_state_dict(state_dict.get("measured", {}))
@@ -366,6 +368,6 @@ class CheckpointSaver(Callback):
             self.save_interval.load_state_dict(state_dict["interval"])
 
 
-def _says(state: State) -> tuple[object, ...]:
-    """Return the state of a checkpoint, other than its position, that may change without another batch."""
+def _extra_state(state: State) -> tuple[object, ...]:
+    """Return the stop flag and the finished evaluations. If these change, the same batch is saved again."""
     return state.stopped is not None, dict(state.evaluated_at), state.interruption.evaluation

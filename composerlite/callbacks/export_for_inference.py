@@ -1,4 +1,4 @@
-"""ExportForInferenceCallback and export_for_inference: the model as a file that runs without the script."""
+"""ExportForInferenceCallback and export_for_inference: write the model as a file for serving."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import inspect
 import logging
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, final
@@ -25,18 +25,18 @@ from composerlite.storage import ObjectStore, atomic_write, is_uri, make_folder,
 log = logging.getLogger(__name__)
 
 _Transform = Callable[[nn.Module], nn.Module]
-_GIVEN_UP = {
-    "torchscript": "torch has given up TorchScript for torch.export: save_format='torch_export' writes what "
-    "torch.export.load opens, and torch._inductor.aoti_compile_and_package compiles",
-    "onnx": "save_format='torch_export' writes a program that torch.onnx.export takes (with the package onnxscript)",
+_UNSUPPORTED = {
+    "torchscript": "torch.export has replaced TorchScript: save_format='torch_export' writes a program for "
+    "torch.export.load and torch._inductor.aoti_compile_and_package",
+    "onnx": "save_format='torch_export' writes a program for torch.onnx.export (with the package onnxscript)",
 }
 
 
 class ExportFormat(StrEnum):
-    """Forms of an exported model.
+    """Formats of an exported model.
 
-    ``TORCH_EXPORT`` is a program, of ``torch.export.save``: it runs without the code of the model. ``SAFETENSORS`` is
-    the weights alone, in a file that runs nothing when it is read.
+    ``TORCH_EXPORT`` is a program of ``torch.export.save``, which runs without the code of the model. ``SAFETENSORS``
+    has the weights only, and reading the file executes no code.
     """
 
     TORCH_EXPORT = "torch_export"
@@ -47,7 +47,7 @@ class ExportFormat(StrEnum):
         name = str(value).lower()
         found = next((one for one in cls if one.value == name), None)
         if found is None:
-            hint = f" {_GIVEN_UP[name]}." if name in _GIVEN_UP else did_you_mean(name, [one.value for one in cls])
+            hint = f" {_UNSUPPORTED[name]}." if name in _UNSUPPORTED else did_you_mean(name, [one.value for one in cls])
             raise ConfigError(f"save_format={value!r} does not exist.{hint}")
         return found
 
@@ -64,43 +64,52 @@ def export_for_inference(
     load_object_store: ObjectStore | None = None,
     load_strict: bool = False,
 ) -> None:
-    """Write a copy of ``model``, on the CPU and in evaluation mode, to a file that serves it.
+    """Write a copy of ``model``, on the CPU and in evaluation mode, to a file for serving.
 
-    Sizes that ``sample_input`` has in the first dimension of its tensors, unless it is 1, may be others when the
-    program runs: batches of any size.
+    The program accepts batches of any size: the first dimension of the tensors in ``sample_input`` may change, unless
+    the size is 1.
 
     Args:
-        model: the model. It stays as it is.
+        model: the model; stays unchanged.
         save_format: ``'torch_export'`` or ``'safetensors'``; see :class:`ExportFormat`.
         save_path: a path, a URI, or a name in ``save_object_store``.
-        save_object_store: where it goes.
-        sample_input: a tuple of what the model is called with, as ``(batch,)``, with a dict of arguments by name as its
-            last item, as ``(batch, {})``; something else is the one argument. Needed for ``'torch_export'``.
-        surgery_algs: functions that change the model before it is loaded, as ``apply_blurpool``.
-        transforms: functions that change the model before it is written.
-        load_path: a checkpoint whose weights the copy gets. load_object_store: where it is.
-        load_strict: names in it must agree exactly.
+        save_object_store: store for the file.
+        sample_input: a tuple with the arguments of the model, as ``(batch,)``, with a dict of keyword arguments as the
+            last item, as ``(batch, {})``; another value is the only argument. Required for ``'torch_export'``.
+        surgery_algs: functions that change the model before the load, such as ``apply_blurpool``.
+        transforms: functions that change the model before the export.
+        load_path: a checkpoint with the weights for the copy.
+        load_object_store: store with the checkpoint.
+        load_strict: the names of weights must agree exactly.
 
     Raises:
-        ConfigError: another format, no ``sample_input`` where it is needed, or a package that is missing.
+        ConfigError: the format is unknown, ``sample_input`` or a package is missing, or the model is sharded.
         CheckpointError: ``load_path`` is missing, damaged or does not fit.
-        torch._dynamo.exc.Unsupported: ``torch.export`` cannot follow the code of the model.
+        torch._dynamo.exc.Unsupported: ``torch.export`` cannot trace the code of the model.
+
+    Example:
+        .. code-block:: python
+
+            export_for_inference(model, "torch_export", "model.pt2", sample_input=(batch, {}))
     """
     form = ExportFormat(save_format)
     if form is ExportFormat.TORCH_EXPORT and sample_input is None:
         raise ConfigError(
-            "export_for_inference(save_format='torch_export') follows the model as it computes: pass sample_input=…."
+            "export_for_inference(save_format='torch_export') traces a call of the model: pass sample_input=…."
         )
     if any(dist.is_distributed_tensor(parameter) for parameter in model.parameters()):
         raise ConfigError(
-            "export_for_inference: the model is sharded over ranks. Export one with whole weights, with load_path=… of "
-            "a checkpoint."
+            "export_for_inference: the model is sharded over ranks. Export an unsharded model, with load_path=… of a "
+            "checkpoint."
         )
     exported = copy.deepcopy(model).cpu()
     for change in _several(surgery_algs):
         exported = change(exported)
     if load_path is not None:
-        _load(exported, load_path, load_object_store, strict=load_strict)
+        state: Any = State(exported, rank_zero_seed=0, run_name="export", device=torch.device("cpu"))
+        load_checkpoint(
+            load_path, state, object_store=load_object_store, load_weights_only=True, strict_model_weights=load_strict
+        )
     exported.eval()
     for change in _several(transforms):
         exported = change(exported)
@@ -128,15 +137,21 @@ def export_with_logger(
     sample_input: Any = None,
     transforms: _Transform | Sequence[_Transform] | None = None,
 ) -> None:
-    """Export the model as :func:`export_for_inference` does and, without a store, hand the file to loggers that keep
-    files, under the name ``save_path``.
+    """Export the model, and upload the file with the loggers that upload files.
+
+    With ``save_object_store``, a URI, or without such loggers, this is :func:`export_for_inference`.
 
     Args:
-        model, save_format, save_path, save_object_store, sample_input, transforms: as in :func:`export_for_inference`.
-        logger: uploads the file to its destinations if there is no ``save_object_store``.
+        model: the model; stays unchanged.
+        save_format: ``'torch_export'`` or ``'safetensors'``; see :class:`ExportFormat`.
+        save_path: name of the upload, or a path or URI.
+        logger: uploads the file.
+        save_object_store: store for the file.
+        sample_input: arguments of the model; see :func:`export_for_inference`.
+        transforms: functions that change the model before the export.
 
     Raises:
-        ConfigError: see there.
+        ConfigError: see :func:`export_for_inference`.
     """
     if save_object_store is not None or not logger.has_file_upload_destination() or is_uri(save_path):
         export_for_inference(
@@ -151,18 +166,23 @@ def export_with_logger(
 
 @final
 class ExportForInferenceCallback(Callback):
-    """Exports the model when training ends; see :func:`export_with_logger`. Rank 0 does it.
+    """Exports the model when training ends, on rank 0. See :func:`export_with_logger`.
 
     Args:
         save_format: ``'torch_export'``, a program that runs without the code of the model, or ``'safetensors'``, the
-            weights alone.
-        save_path: a path or a URI, a name in ``save_object_store``, or the name under which loggers keep the file.
-        save_object_store: where it goes.
-        sample_input: what the model is called with; by default a batch that it was trained on.
-        transforms: functions that change the model before it is written.
+            weights only.
+        save_path: a path or a URI, a name in ``save_object_store``, or the name of the upload.
+        save_object_store: store for the file.
+        sample_input: the batch to trace the model with; by default the first batch of training.
+        transforms: functions that change the model before the export.
 
     Raises:
-        ConfigError: at construction, another format; at ``INIT``, the model is sharded over ranks.
+        ConfigError: the format is unknown; at ``INIT`` the model is sharded over ranks.
+
+    Example:
+        .. code-block:: python
+
+            Trainer(model=model, callbacks=ExportForInferenceCallback("torch_export", "model.pt2"))
     """
 
     @checked_arguments
@@ -183,8 +203,8 @@ class ExportForInferenceCallback(Callback):
     def init(self, state: State, logger: Logger) -> None:
         if state.parallelism is not None or state.deepspeed_enabled:
             raise ConfigError(
-                "ExportForInferenceCallback: the model is sharded over ranks. Leave the callback out, and export with "
-                "export_for_inference(model, …, load_path=…) from the last checkpoint."
+                "ExportForInferenceCallback: the model is sharded over ranks. Leave the callback out, and call "
+                "export_for_inference(model, …, load_path=…) with the last checkpoint."
             )
 
     def after_dataloader(self, state: State, logger: Logger) -> None:
@@ -204,15 +224,10 @@ class ExportForInferenceCallback(Callback):
             )
 
 
-def _several(changes: _Transform | Sequence[_Transform] | None) -> Iterable[_Transform]:
+def _several(changes: _Transform | Sequence[_Transform] | None) -> Sequence[_Transform]:
     if changes is None:
         return ()
     return changes if isinstance(changes, Sequence) else (changes,)
-
-
-def _load(model: nn.Module, path: str | Path, store: ObjectStore | None, *, strict: bool) -> None:
-    state: Any = State(model, rank_zero_seed=0, run_name="export", device=torch.device("cpu"))
-    load_checkpoint(path, state, object_store=store, load_weights_only=True, strict_model_weights=strict)
 
 
 def _write_program(model: nn.Module, sample_input: Any, path: Path) -> None:
@@ -222,11 +237,11 @@ def _write_program(model: nn.Module, sample_input: Any, path: Path) -> None:
         given, named = given[:-1], given[-1]
     given, named = move_to_device((given, named), torch.device("cpu"))
     arguments = inspect.signature(model.forward).bind(*given, **named).arguments
-    shapes = map_leaves(_any_first_dimension, dict(arguments))
+
+    def any_size(value: Any) -> dict[int, Any] | None:
+        return {0: torch.export.Dim.AUTO} if isinstance(value, torch.Tensor) and value.ndim else None
+
+    shapes = map_leaves(any_size, dict(arguments))
     program = torch.export.export(model, given, named, dynamic_shapes=shapes)
     with atomic_write(path) as file:
         torch.export.save(program, file)
-
-
-def _any_first_dimension(value: Any) -> dict[int, Any] | None:
-    return {0: torch.export.Dim.AUTO} if isinstance(value, torch.Tensor) and value.ndim else None

@@ -1,4 +1,4 @@
-"""LoadCheckpoint: loads a checkpoint at an event of choice."""
+"""LoadCheckpoint: load a checkpoint at an event."""
 
 from __future__ import annotations
 
@@ -13,20 +13,25 @@ from composerlite.errors import checked_arguments
 
 @final
 class LoadCheckpoint(Callback):
-    """Loads a checkpoint when ``event`` happens first in the run: a run that is resumed has what it loaded already.
+    """Loads a checkpoint at an event, once per run: a resumed run does not load the checkpoint again.
 
-    For a model that is built from two checkpoints: a base through this callback, the rest through the trainer's
-    ``load_path``, which loads later than ``BEFORE_LOAD``.
+    For a model that is built from two checkpoints: a base with this callback, and the rest with the trainer's
+    ``load_path``, which loads after ``BEFORE_LOAD``.
 
     Args:
         load_path: the checkpoint; ``{run_name}`` and the variables of ranks are filled in.
-        load_weights_only: load the model alone.
-        strict_model_weights: parameter names must agree exactly.
-        ignore_keys: globs, or a function of the dict, of what is not loaded.
-        event: when.
+        load_weights_only: load the model only.
+        strict_model_weights: the names of parameters must agree exactly.
+        ignore_keys: globs of keys to ignore, or a function that changes the dict.
+        event: the event.
 
     Raises:
-        CheckpointError: at the event, if the checkpoint is missing, damaged or does not fit.
+        CheckpointError: at the event the checkpoint is missing, damaged or does not fit.
+
+    Example:
+        .. code-block:: python
+
+            Trainer(model=model, callbacks=LoadCheckpoint("base/ep1.pt", load_weights_only=True))
     """
 
     @checked_arguments
@@ -43,17 +48,16 @@ class LoadCheckpoint(Callback):
         self.strict_model_weights = strict_model_weights
         self.ignore_keys = check_ignore_keys(ignore_keys, argument="ignore_keys")
         self.event = Event(event)
-        self._loaded: list[str] | None = None
-        """The run, and what was loaded into it."""
+        self._loaded: list[str] | None = None  # name of the run and path of the checkpoint
 
     def state_dict(self) -> dict[str, Any]:
         return {"loaded": self._loaded}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._loaded = state_dict.get("loaded")  # checkpoints of older versions do not tell
+        self._loaded = state_dict.get("loaded")  # Composer saves nothing
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
-        """Load if this is the event and nothing was loaded yet."""
+        """Load at the event, if this run has not loaded the checkpoint yet."""
         own = [state.run_name, self.load_path]
         if event is self.event and self._loaded != own:
             generators = load_checkpoint(

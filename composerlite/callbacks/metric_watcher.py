@@ -16,20 +16,18 @@ from composerlite.errors import ConfigError, did_you_mean
 log = logging.getLogger(__name__)
 
 IsBetter: TypeAlias = "Callable[[torch.Tensor, torch.Tensor], torch.Tensor | bool]"
-"""Tells whether the first value is better than the second."""
+"""Returns true if the first value is better than the second."""
 
 _LESS_IS_BETTER = ("loss", "error", "perplexity")
 
 
 class MetricWatcher(Callback, ABC):
-    """Looks at a metric after each evaluation on ``dataloader_label`` during ``fit``.
-
-    If that is the training data, after each epoch.
+    """Reads a metric after each evaluation on ``dataloader_label`` during ``fit``, or after each epoch of training.
 
     Args:
         monitor: name of the metric, without ``metrics/<label>/``.
         dataloader_label: label of an evaluator, or of the training data.
-        comp: tells what is better; by default less where ``monitor`` has loss, error or perplexity in its name.
+        comp: compares two values; by default less is better if ``monitor`` contains loss, error or perplexity.
     """
 
     def __init__(self, monitor: str, dataloader_label: str, comp: IsBetter | None) -> None:
@@ -41,23 +39,27 @@ class MetricWatcher(Callback, ABC):
         self._standalone = False
 
     @abstractmethod
-    def look_at(self, value: float, state: State) -> None:
-        """React to the metric's current ``value``."""
+    def measured(self, value: float, state: State) -> None:
+        """React to a new value of the metric."""
 
     @property
     def logged_name(self) -> str:
-        """The name under which loggers get the metric."""
+        """Name of the metric in loggers."""
         return f"metrics/{self.dataloader_label}/{self.monitor}"
 
     def is_better(self, value: float, than: float) -> bool:
-        """Return true if ``value`` is better ``than`` the other one."""
+        """Return true if ``value`` is better than the value ``than``."""
         return bool(self._comp(torch.tensor(value), torch.tensor(than)))
 
+    def is_of(self, state: State) -> bool:
+        """Return true if the data in use now has the label of this callback."""
+        return state.dataloader_label == self.dataloader_label
+
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Check that there is such data and, as far as that is known before it is computed, such a metric.
+        """Check the label, and the metric as far as the names are known before the first computation.
 
         Raises:
-            ConfigError: there is not. The message lists what there is.
+            ConfigError: the label or the metric does not exist. The message lists the existing names.
         """
         self._standalone = False
         labels = [evaluator.label for evaluator in state.evaluators]
@@ -68,9 +70,10 @@ class MetricWatcher(Callback, ABC):
                 f"{type(self).__name__}(dataloader_label={self.dataloader_label!r}): there is no such data."
                 f"{did_you_mean(self.dataloader_label, labels)}"
             )
+        metrics = state.eval_metrics.get(self.dataloader_label, {})
         if self.is_of(state):
             state.needs_train_metrics = True
-        metrics = state.train_metrics if self.is_of(state) else state.eval_metrics.get(self.dataloader_label, {})
+            metrics = state.train_metrics
         if all(returns_tensor(metric) for metric in metrics.values()):
             self._check_metric(metrics)
 
@@ -82,29 +85,25 @@ class MetricWatcher(Callback, ABC):
 
     def eval_end(self, state: State, logger: Logger) -> None:
         if self.is_of(state) and not self._standalone:
-            self.look_among(state.eval_metric_values, state)
+            self.read(state.eval_metric_values, state)
 
     def epoch_end(self, state: State, logger: Logger) -> None:
         if not self.is_of(state):
             return
         if state.train_metric_values or not state.train_metrics:
-            self.look_among(state.train_metric_values, state)
+            self.read(state.train_metric_values, state)
         elif state.rank == 0:
             log.warning(
-                "%s looks at %s of whole epochs, and the checkpoint that was loaded has none of this one: it is older, "
-                "or was saved without metrics. The next epoch counts again.",
+                "%s skips this epoch: the checkpoint has no %s of the first part of the epoch, because it was saved "
+                "without metrics",
                 type(self).__name__,
                 self.logged_name,
             )
 
-    def is_of(self, state: State) -> bool:
-        """Return true if the metric is one of the data in use now."""
-        return state.dataloader_label == self.dataloader_label
-
-    def look_among(self, values: Mapping[str, float], state: State) -> None:
-        """Look at the metric, which is among ``values``."""
+    def read(self, values: Mapping[str, float], state: State) -> None:
+        """Pass the metric among ``values`` to :meth:`measured`."""
         self._check_metric(values)
-        self.look_at(float(values[self.monitor]), state)
+        self.measured(float(values[self.monitor]), state)
 
     def _check_metric(self, metrics: Mapping[str, object]) -> None:
         if self.monitor not in metrics:

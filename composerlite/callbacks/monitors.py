@@ -1,4 +1,4 @@
-"""Monitors: norms of what is trained, learning rates, memory, and the end of training at a loss that is no number."""
+"""OptimizerMonitor, NaNMonitor, LRMonitor and MemoryMonitor."""
 
 from __future__ import annotations
 
@@ -24,16 +24,24 @@ class OptimizerMonitor(Callback):
     """Logs L2 norms, every ``batch_log_interval`` batches.
 
     ====================================  ============================================================================
-    ``l2_norm/grad/<parameter>``          the gradient that the optimizer stepped with (clipped, if it was clipped)
+    ``l2_norm/grad/<parameter>``          the gradient of the step, after clipping
     ``l2_norm/grad/global``               all gradients as one vector
     ``l2_norm/param/<parameter>``         the parameter after the step
-    ``l2_norm/moment/<parameter>``        the first moment or momentum buffer, where the optimizer keeps one
-    ``l2_norm/second_moment_sqrt/<…>``    the square root of the second moment, where it keeps one
+    ``l2_norm/moment/<parameter>``        the first moment or momentum buffer, if the optimizer has one
+    ``l2_norm/second_moment_sqrt/<…>``    the square root of the second moment, if the optimizer has one
     ====================================  ============================================================================
 
     Args:
-        log_optimizer_metrics: log all of them; ``False`` logs the gradients only.
+        log_optimizer_metrics: log all norms; ``False``: the gradients only.
         batch_log_interval: batches between two logs.
+
+    Raises:
+        ConfigError: the interval is invalid.
+
+    Example:
+        .. code-block:: python
+
+            Trainer(model=model, callbacks=OptimizerMonitor(batch_log_interval=100))
     """
 
     @checked_arguments
@@ -47,7 +55,7 @@ class OptimizerMonitor(Callback):
         self._norms: dict[str, torch.Tensor] = {}
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
-        # The only moment at which gradients are complete, and not yet cleared.
+        # At BATCH_END the gradients may be cleared.
         self._norms.clear()
         if (int(state.timestamp.batch) + 1) % self._interval != 0:
             return
@@ -65,7 +73,7 @@ class OptimizerMonitor(Callback):
         if self._norms:
             norms = dict(zip(self._norms, _stack(self._norms).tolist(), strict=True))
             logger.log_metrics(norms)
-            if state.scaler is None and _ALL in norms:  # a scaler looks for overflows, and leaves such steps out
+            if state.scaler is None and _ALL in norms:  # a scaler skips steps with overflows
                 state.not_finite += warn_not_finite(state, {_ALL: norms[_ALL]})
             self._norms.clear()
 
@@ -93,52 +101,59 @@ def _norm(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _stack(norms: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Stack all ``norms`` in one tensor on one device: waiting for a GPU once is enough."""
+    """Stack all ``norms`` in one tensor on one device, so that one wait for a GPU is enough."""
     device = next(iter(norms.values())).device
     return torch.stack([norm.to(device) for norm in norms.values()])
 
 
 @final
 class NaNMonitor(Callback):
-    """Ends training with an error at the first NaN in the loss, before it reaches the gradients and the weights.
+    """Ends training with an error at the first NaN in the loss, before the gradients and weights become NaN.
 
-    On a GPU this waits for every forward pass. Infinite losses are let through.
+    Training on a GPU waits for each forward pass. Infinite losses are no error.
 
     Raises:
-        TrainingError: at ``AFTER_LOSS``. The weights are those after the batch before.
+        TrainingError: at ``AFTER_LOSS``. The weights are from the end of the last batch.
+
+    Example:
+        .. code-block:: python
+
+            Trainer(model=model, callbacks=NaNMonitor())
     """
 
     def after_loss(self, state: State, logger: Logger) -> None:
-        for name, loss in _named(state.loss):
-            if bool(torch.isnan(loss).any()):
+        losses: Any = {"total": state.loss}
+        if isinstance(state.loss, Mapping):
+            losses = state.loss
+        elif isinstance(state.loss, Sequence):
+            losses = {f"loss{index}": loss for index, loss in enumerate(state.loss)}
+        for name, loss in losses.items():
+            if bool(torch.isnan(torch.as_tensor(loss)).any()):
+                batch, epoch = int(state.timestamp.batch) + 1, int(state.timestamp.epoch) + 1
                 raise TrainingError(
-                    f"{name} is NaN in batch {int(state.timestamp.batch) + 1} (epoch {int(state.timestamp.epoch) + 1}, "
-                    f"rank {state.rank}). The weights are those after the batch before. Look for NaN and infinity in "
-                    "this batch, or resume from a checkpoint with a lower learning rate or with GradientClipping."
+                    f"loss/train/{name} is NaN in batch {batch} (epoch {epoch}, rank {state.rank}). The weights are "
+                    "from the end of the last batch. Check this batch for NaN and infinity, or resume from a "
+                    "checkpoint with a lower learning rate or with GradientClipping."
                 )
-
-
-def _named(loss: Any) -> list[tuple[str, torch.Tensor]]:
-    """Yield each loss with its name in the log, as far as one is known."""
-    if isinstance(loss, Mapping):
-        return [(f"loss/train/{key}", torch.as_tensor(value)) for key, value in loss.items()]
-    if isinstance(loss, Sequence):
-        return [(f"loss/train/loss{index}", torch.as_tensor(value)) for index, value in enumerate(loss)]
-    return [("loss/train/total", torch.as_tensor(loss))]
 
 
 @final
 class LRMonitor(Callback):
-    """Logs ``lr-<Optimizer>/group<i>`` for each parameter group: the rate that the batch was trained with.
+    """Logs ``lr-<Optimizer>/group<i>`` for each parameter group: the learning rate of the batch.
 
-    A second optimizer of one class is called ``<Optimizer>:1``, and so on.
+    A second optimizer of the same class is called ``<Optimizer>:1``, and so on.
+
+    Example:
+        .. code-block:: python
+
+            Trainer(model=model, callbacks=LRMonitor())
     """
 
     def __init__(self) -> None:
         self._rates: dict[str, float] = {}
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
-        # At BATCH_END the schedulers have already set the rates of the next batch.
+        # At BATCH_END the schedulers have set the rates of the next batch.
         for name, optimizer in by_class(state.optimizers).items():
             for index, group in enumerate(optimizer.param_groups):
                 self._rates[f"lr-{name}/group{index}"] = float(group["lr"])
@@ -167,17 +182,22 @@ _MAXRSS_UNIT_BYTES = 1 if sys.platform == "darwin" else 1024
 class MemoryMonitor(Callback):
     """Logs the memory of this process after each batch, in GB (10⁹ bytes).
 
-    ``memory/rss`` is the resident set size, where the system has ``/proc`` to tell it; ``memory/peak_rss`` is its
-    maximum so far. On CUDA there is also what ``torch.cuda.memory_stats`` says.
+    ``memory/rss`` is the resident set size, on systems with ``/proc``; ``memory/peak_rss`` is the largest size so far.
+    On CUDA the values of ``torch.cuda.memory_stats`` are logged, too.
 
     Args:
-        memory_keys: keys of ``torch.cuda.memory_stats`` and the names to log them under, after ``memory/``. Byte
-            counts become GB, other counts stay as they are. By default current and peak memory and allocation retries.
-        dist_aggregate_batch_interval: batches between logs of each over all ranks, with ``_avg``,
-            ``_min`` and ``_max`` after its name. Every rank needs the same.
+        memory_keys: keys of ``torch.cuda.memory_stats`` and their names in the log, after ``memory/``. Byte counts
+            become GB. By default current and peak memory and allocation retries.
+        dist_aggregate_batch_interval: batches between logs of mean, minimum and maximum over all ranks, as ``_avg``,
+            ``_min`` and ``_max`` after the name. Must be the same on all ranks.
 
     Raises:
-        ConfigError: at the first batch on CUDA, a key that does not exist.
+        ConfigError: the interval is invalid; at the first batch on CUDA a key does not exist.
+
+    Example:
+        .. code-block:: python
+
+            Trainer(model=model, callbacks=MemoryMonitor())
     """
 
     @checked_arguments
@@ -215,7 +235,7 @@ class MemoryMonitor(Callback):
 
 
 def _process_memory() -> dict[str, float]:
-    import resource  # there is none on Windows, where the rest of this package must still import
+    import resource  # missing on Windows
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT_BYTES
     metrics = {"memory/peak_rss": peak / _GIGABYTE}

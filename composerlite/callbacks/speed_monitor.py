@@ -1,4 +1,4 @@
-"""SpeedMonitor: throughput and wall-clock time. RuntimeEstimator: how long training will still take."""
+"""SpeedMonitor: throughput and wall-clock time. RuntimeEstimator: remaining time of training."""
 
 from __future__ import annotations
 
@@ -6,72 +6,56 @@ import logging
 import re
 import time
 from collections import deque
-from typing import Any, NamedTuple, Protocol, final, runtime_checkable
+from typing import Any, NamedTuple, final
 
 import torch
 
-from composerlite.core import Batch, Callback, Logger, Precision, State, span
+from composerlite.core import Callback, Logger, Precision, State
+from composerlite.core.progress import span
 from composerlite.errors import ConfigError, checked_arguments, did_you_mean
 
-_SECONDS = {"seconds": 1, "minutes": 60, "hours": 3600, "days": 86400}
-
-
-def _seconds_per(time_unit: str, *, owner: str) -> int:
-    """Seconds in one ``time_unit``: ``'seconds'``, ``'minutes'``, ``'hours'`` or ``'days'``.
-
-    Raises:
-        ConfigError: another unit. The message names ``owner``.
-    """
-    if time_unit not in _SECONDS:
-        raise ConfigError(f"{owner}(time_unit={time_unit!r}): no such unit.{did_you_mean(str(time_unit), _SECONDS)}")
-    return _SECONDS[time_unit]
-
-
 log = logging.getLogger(__name__)
-
-_PEAK_TFLOPS: list[tuple[frozenset[str], float, bool]] = [
-    (frozenset(words.split()), tflops, has_bf16)
-    for words, tflops, has_bf16 in (
-        ("B200", 2250.0, True),
-        ("H200 NVL", 835.5, True),
-        ("H200", 989.5, True),
-        ("GH200", 989.5, True),
-        ("H100 NVL", 835.5, True),
-        ("H100 PCIE", 756.5, True),
-        ("H100 HBM3", 989.5, True),
-        ("A100", 312.0, True),
-        ("L40S", 362.0, True),
-        ("L4", 121.0, True),
-        ("A10", 125.0, True),
-        ("V100", 125.0, False),
-        ("T4", 65.0, False),
-    )
-]
-"""Words of a GPU's name, 10^12 operations a second in dense products of 16-bit matrices, and whether it has bfloat16.
-From the data sheets at https://www.nvidia.com/en-us/data-center/, most of which give twice as many, for sparse ones."""
+_SECONDS = {"seconds": 1, "minutes": 60, "hours": 3600, "days": 86400}
+_PEAK_TFLOPS = {
+    "B200": 2250.0,
+    "H200 NVL": 835.5,
+    "H200": 989.5,
+    "GH200": 989.5,
+    "H100 NVL": 835.5,
+    "H100 PCIE": 756.5,
+    "H100 HBM3": 989.5,
+    "A100": 312.0,
+    "L40S": 362.0,
+    "L4": 121.0,
+    "A10": 125.0,
+    "V100": 125.0,
+    "T4": 65.0,
+}
+"""Words in the name of a GPU, and its 10^12 operations per second in dense products of 16-bit matrices. From the data
+sheets at https://www.nvidia.com/en-us/data-center/: most of these have the double values of sparse products."""
+_WITHOUT_BF16 = ("V100", "T4")
 
 
 def peak_flops(name: str, precision: Precision) -> float | None:
-    """Return floating-point operations per second that a GPU can do at most; ``None`` where that is not known.
+    """Return the largest number of floating-point operations per second of a GPU; ``None`` if unknown.
 
     Args:
-        name: as torch tells it, ``'NVIDIA H100 80GB HBM3'``.
-        precision: of training; known are those that compute with 16 bits.
+        name: name in torch, such as ``'NVIDIA H100 80GB HBM3'``.
+        precision: precision of training. Numbers are known for 16-bit precisions only.
     """
     if precision not in (Precision.AMP_BF16, Precision.AMP_FP16):
         return None
     words = set(re.split(r"[^A-Z0-9]+", name.upper()))
-    for wanted, tflops, has_bf16 in _PEAK_TFLOPS:
-        if wanted <= words:
-            return tflops * 1e12 if has_bf16 or precision is Precision.AMP_FP16 else None
+    for gpu, tflops in _PEAK_TFLOPS.items():
+        if set(gpu.split()) <= words:
+            return None if precision is Precision.AMP_BF16 and gpu in _WITHOUT_BF16 else tflops * 1e12
     return None
 
 
-@runtime_checkable
-class _CountsFlops(Protocol):
-    """A model that knows how many floating-point operations it trains a batch with, forward and backward."""
-
-    def flops_per_batch(self, batch: Batch, /) -> float: ...
+def _seconds_per(time_unit: str, *, owner: str) -> int:
+    if time_unit not in _SECONDS:
+        raise ConfigError(f"{owner}(time_unit={time_unit!r}): no such unit.{did_you_mean(str(time_unit), _SECONDS)}")
+    return _SECONDS[time_unit]
 
 
 class _Point(NamedTuple):
@@ -89,21 +73,31 @@ class SpeedMonitor(Callback):
     """Logs throughput and wall time of training after each batch.
 
     ===================================  ==============================================================================
-    ``throughput/batches_per_sec``       over the last ``window_size`` batches of this process, evaluation not counted;
-    ``throughput/samples_per_sec``       from the second batch on, so that starting up does not count either
-    ``throughput/tokens_per_sec``        the same, where the batches have tokens
-    ``throughput/flops_per_sec``         the same, where the model has a method ``flops_per_batch(batch)``
-    ``throughput/device/flops_per_sec``  that of one device
-    ``throughput/device/mfu``            that as a part of ``gpu_flops_available``, where that is given or known
-    ``wall_clock/train``                 time spent training, ``wall_clock/val`` evaluating, ``wall_clock/total`` both,
-                                         in ``time_unit``; a resumed run continues counting
+    ``throughput/batches_per_sec``       mean over the last ``window_size`` batches of this process, without
+                                         evaluation, from the second batch on
+    ``throughput/samples_per_sec``       samples per second
+    ``throughput/tokens_per_sec``        tokens per second, if the batches have tokens
+    ``throughput/flops_per_sec``         operations per second, if the model has a method ``flops_per_batch(batch)``
+    ``throughput/device/flops_per_sec``  operations per second of one device
+    ``throughput/device/mfu``            operations per second divided by ``gpu_flops_available``
+    ``wall_clock/train``                 time spent on training, in ``time_unit``; a resumed run continues the count
+    ``wall_clock/val``                   time spent on evaluation
+    ``wall_clock/total``                 time spent on both
     ===================================  ==============================================================================
 
     Args:
-        window_size: batches to take the mean over.
-        gpu_flops_available: floating-point operations per second that one device can do at most. ``None``: what the
-            data sheets of NVIDIA's common GPUs say, where training computes in bfloat16 or float16.
+        window_size: number of batches for the mean.
+        gpu_flops_available: largest number of floating-point operations per second of a device. ``None``: the number
+            in the data sheet of common NVIDIA GPUs, if training computes in bfloat16 or float16.
         time_unit: ``'seconds'``, ``'minutes'``, ``'hours'`` or ``'days'``.
+
+    Raises:
+        ConfigError: an argument is invalid.
+
+    Example:
+        .. code-block:: python
+
+            Trainer(model=model, callbacks=SpeedMonitor(window_size=50))
     """
 
     @checked_arguments
@@ -120,7 +114,7 @@ class SpeedMonitor(Callback):
         self._unit_seconds = _seconds_per(time_unit, owner="SpeedMonitor")
         self._points: deque[_Point] = deque(maxlen=window_size + 1)
         self._device_limit = gpu_flops_available
-        self._model: _CountsFlops | None = None
+        self._counts_flops = False
         self._device_flops = 0.0
         self._eval_seconds = 0.0
         self._eval_began = 0.0
@@ -129,24 +123,27 @@ class SpeedMonitor(Callback):
         return {"eval_seconds": self._eval_seconds}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._eval_seconds = float(state_dict.get("eval_seconds", state_dict.get("total_eval_wct", 0.0)))  # Composer's
+        self._eval_seconds = float(
+            state_dict.get("eval_seconds", state_dict.get("total_eval_wct", 0.0))
+        )  # Composer's name
 
     def fit_start(self, state: State, logger: Logger) -> None:
         self._points.clear()
-        self._model = state.model if isinstance(state.model, _CountsFlops) else None
+        self._counts_flops = hasattr(state.model, "flops_per_batch")
         self._device_limit = self._gpu_flops_available
         if self._device_limit is None and state.device.type == "cuda":
             self._device_limit = peak_flops(torch.cuda.get_device_name(state.device), state.precision)
-        if self._gpu_flops_available is not None and self._model is None:
+        if self._gpu_flops_available is not None and not self._counts_flops:
             log.warning(
-                "SpeedMonitor(gpu_flops_available=…): %s has no method flops_per_batch(batch), so the share of it that "
-                "is used is not logged",
+                "SpeedMonitor(gpu_flops_available=…): %s has no method flops_per_batch(batch), so "
+                "throughput/device/mfu is not logged",
                 type(state.model).__qualname__,
             )
 
     def batch_start(self, state: State, logger: Logger) -> None:
-        if self._model is not None:
-            self._device_flops += float(self._model.flops_per_batch(state.batch))
+        if self._counts_flops:
+            model: Any = state.model
+            self._device_flops += float(model.flops_per_batch(state.batch))
 
     def batch_end(self, state: State, logger: Logger) -> None:
         now = state.timestamp
@@ -189,15 +186,23 @@ class SpeedMonitor(Callback):
 
 @final
 class RuntimeEstimator(Callback):
-    """Logs ``wall_clock/remaining_estimate`` after each batch: the time that training and evaluation will still take.
+    """Logs ``wall_clock/remaining_estimate`` after each batch: the remaining time of training and evaluation.
 
-    It is what training has taken in this process for a part of ``max_duration``, and what evaluation has taken up to
-    the last one, drawn out to the end. Nothing is logged while less than a batch was measured, or without a
-    ``max_duration``; where that counts epochs and the loader has no length, only whole epochs are measured.
+    The estimate extrapolates the time of training and evaluation in this process to the end. Nothing is logged before
+    the first measured batch, or without ``max_duration``. If ``max_duration`` counts epochs and the loader has no
+    length, only whole epochs are measured.
 
     Args:
-        skip_batches: batches at the start of ``fit`` that are not measured, since starting up takes long.
+        skip_batches: batches at the start of ``fit`` to skip, since startup is slow.
         time_unit: ``'seconds'``, ``'minutes'``, ``'hours'`` or ``'days'``.
+
+    Raises:
+        ConfigError: an argument is invalid.
+
+    Example:
+        .. code-block:: python
+
+            Trainer(model=model, callbacks=RuntimeEstimator(time_unit="minutes"))
     """
 
     @checked_arguments
@@ -217,18 +222,17 @@ class RuntimeEstimator(Callback):
 
     def batch_end(self, state: State, logger: Logger) -> None:
         self._done = _fraction_done(state)
+        seconds = state.timestamp.total_wct.total_seconds()
         if self._batches_to_skip > 0:
             self._batches_to_skip -= 1
-            self._begin(self._done, state.timestamp.total_wct.total_seconds())
+            self._begin(self._done, seconds)
         if self._done <= self._first_done:
             return
-        per_training = (state.timestamp.total_wct.total_seconds() - self._first_seconds) / (
-            self._done - self._first_done
-        )
+        whole_seconds = (seconds - self._first_seconds) / (self._done - self._first_done)
         if self._eval_done > self._first_done:
-            per_training += self._eval_seconds / (self._eval_done - self._first_done)
-        remaining_seconds = max(0.0, 1.0 - self._done) * per_training
-        logger.log_metrics({"wall_clock/remaining_estimate": remaining_seconds / self._unit_seconds})
+            whole_seconds += self._eval_seconds / (self._eval_done - self._first_done)
+        left = max(0.0, 1.0 - self._done) * whole_seconds
+        logger.log_metrics({"wall_clock/remaining_estimate": left / self._unit_seconds})
 
     def eval_start(self, state: State, logger: Logger) -> None:
         self._eval_began = time.monotonic()
@@ -238,14 +242,11 @@ class RuntimeEstimator(Callback):
         self._eval_done = self._done
 
     def _begin(self, done: float, seconds: float) -> None:
-        """Measure from here: ``done`` of the training done after ``seconds`` of it."""
+        """Measure from here: a fraction ``done`` of training, after ``seconds`` of training."""
         self._first_done = self._done = self._eval_done = done
         self._first_seconds = seconds
-        self._eval_seconds = 0.0
-        self._eval_began = 0.0
+        self._eval_seconds = self._eval_began = 0.0
 
 
 def _fraction_done(state: State) -> float:
-    """Fraction of training that is done, exact to the batch where possible. Ask while training, not evaluating."""
-    end = state.max_duration
-    return 0.0 if end is None else span(end, state).fraction
+    return 0.0 if state.max_duration is None else span(state.max_duration, state).fraction

@@ -1,4 +1,4 @@
-"""ThresholdStopper: end training when a metric is good enough."""
+"""ThresholdStopper: end training when a metric reaches a threshold."""
 
 from __future__ import annotations
 
@@ -26,21 +26,26 @@ _COMPARISONS: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]
 class ThresholdStopper(MetricWatcher):
     """Ends training when ``monitor`` is better than ``threshold``.
 
-    The metric is looked at after each evaluation on ``dataloader_label`` during ``fit``, or after each epoch (with
-    ``stop_on_batch``: each batch) if that is the training data. A run that was stopped stays stopped when it is started
-    again, unless with a later end.
+    The metric is read after each evaluation on ``dataloader_label`` during ``fit``. With the label of the training
+    data, the metric is read after each epoch, and after each batch with ``stop_on_batch``. A stopped run stays stopped
+    when launched again, unless with a later end.
 
     Args:
         monitor: name of the metric, without ``metrics/<label>/``.
         dataloader_label: label of an evaluator, or of the training data (``'train'``).
-        threshold: value.
-        comp: ``(value, threshold) -> bool``, whether ``value`` is better, or ``'greater'``, ``'gt'``, ``'less'``,
-            ``'lt'``. By default less where ``monitor`` has loss, error or perplexity in its name, else greater.
-        stop_on_batch: look at the metric of training after each batch, too. All ranks compute it together then.
+        threshold: value to reach.
+        comp: ``(value, threshold) -> bool``, true if ``value`` is better; or ``'greater'``, ``'gt'``, ``'less'``,
+            ``'lt'``. By default less if ``monitor`` contains loss, error or perplexity, otherwise greater.
+        stop_on_batch: also read the metric of the training data after each batch. All ranks compute the metric.
 
     Raises:
-        ConfigError: at construction ``comp`` does not exist; at ``FIT_START`` there is no such label or metric. The
-            message lists those that exist.
+        ConfigError: ``comp`` does not exist; at ``FIT_START`` the label or the metric does not exist. The message lists
+            the existing names.
+
+    Example:
+        .. code-block:: python
+
+            Trainer(model=model, callbacks=ThresholdStopper("MulticlassAccuracy", "eval", 0.9))
     """
 
     @checked_arguments
@@ -65,20 +70,20 @@ class ThresholdStopper(MetricWatcher):
 
     def batch_end(self, state: State, logger: Logger) -> None:
         if self.stop_on_batch and self.is_of(state):
-            self.look_among(metric_values(state.train_metrics), state)
+            self.read(metric_values(state.train_metrics), state)
 
-    def look_at(self, value: float, state: State) -> None:
+    def measured(self, value: float, state: State) -> None:
         """End training if the value is better than the threshold.
 
         Args:
-            value: current value of the metric.
-            state: of the run.
+            value: new value of the metric.
+            state: state of the run.
         """
         if not self.is_better(value, self.threshold):
             return
         state.stop_training()
         log.info(
-            "ThresholdStopper: training ends at batch %d, since %s is %g (threshold %g)",
+            "ThresholdStopper: training ends at batch %d, because %s is %g (threshold %g)",
             int(state.timestamp.batch),
             self.logged_name,
             value,

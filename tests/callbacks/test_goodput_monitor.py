@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -21,44 +23,45 @@ PARTS = ("train", "save_stall", "eval", "data", "restart")
 
 
 class Clock:
-    """Shows what it is set to."""
+    """Replaces the module ``time``."""
 
-    def __init__(self, now: float = 1000.0) -> None:
-        self.now = now
+    def __init__(self) -> None:
+        self.now, self.utc = 1000.0, 5e9
 
-    def __call__(self) -> float:
+    def passes(self, seconds: float) -> None:
+        self.now += seconds
+        self.utc += seconds
+
+    def monotonic(self) -> float:
         return self.now
+
+    def time(self) -> float:
+        return self.utc
 
 
 class Saver(Callback):
-    """Says how long its saves have kept training."""
+    """A callback whose saves have blocked training for some seconds."""
 
-    def __init__(self) -> None:
-        self.blocked_seconds = 0.0
+    blocked_seconds = 0.0
 
 
 class Run:
-    """A training in which everything takes as long as it is said to."""
+    """A training whose parts take the given seconds."""
 
-    def __init__(self, training, *, utc: float = 5e9, loaded: dict | None = None, name: str = "run", **arguments):
-        self.clock, self.utc, self.saver = Clock(), Clock(utc), Saver()
-        self.monitor = GoodputMonitor(clock=self.clock, utc=self.utc, **arguments)
+    def __init__(
+        self, training: Any, clock: Clock, *, loaded: dict | None = None, name: str = "run", **arguments: Any
+    ) -> None:
+        self.saver, self.passes = Saver(), clock.passes
+        self.monitor = GoodputMonitor(**arguments)
         self.run = training(self.monitor)
         self.run.state.run_name = name
         self.run.state.callbacks.append(self.saver)
         if loaded is not None:
             self.monitor.load_state_dict(loaded)
         self.event = self.run.engine.run_event
-
-    def passes(self, seconds: float) -> None:
-        self.clock.now += seconds
-        self.utc.now += seconds
-
-    def start(self) -> Run:
         self.run.start()
-        return self
 
-    def batch(self, *, data: float = 0.0, step: float = 0.0, stall: float = 0.0) -> None:
+    def batch(self, *, data: float = 0.0, step: float = 0.0, stall: float = 0.0) -> Run:
         self.event(Event.BEFORE_DATALOADER)
         self.passes(data)
         self.event(Event.AFTER_DATALOADER)
@@ -68,6 +71,7 @@ class Run:
         self.passes(stall)
         self.saver.blocked_seconds += stall
         self.event(Event.BATCH_CHECKPOINT)
+        return self
 
     def evaluate(self, seconds: float) -> None:
         self.event(Event.EVAL_BEFORE_ALL)
@@ -75,176 +79,144 @@ class Run:
         self.event(Event.EVAL_AFTER_ALL)
 
     def seconds(self) -> dict[str, float]:
+        """Return the parts that are not 0, and the wall time."""
         report = self.monitor.report()
-        return {name: report[f"seconds/{name}"] for name in (*PARTS, "wall")}
+        return {name: report[f"seconds/{name}"] for name in (*PARTS, "wall") if report[f"seconds/{name}"]}
 
 
-def test_where_the_time_goes(training):
-    """Stalls of saves, evaluation and waiting for data are told apart; the rest is training; they add up."""
-    run = Run(training).start()
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("composerlite.callbacks.goodput_monitor.time", clock)
+    return clock
+
+
+@pytest.fixture
+def start(training: Any, clock: Clock) -> Callable[..., Run]:
+    """Starts a run: ``start(loaded=…, name=…, log_interval=…)``."""
+    return lambda **arguments: Run(training, clock, **arguments)
+
+
+def test_parts_of_the_wall_time(start):
+    """Stalls of saves, evaluation and waiting for data are separate parts; the rest is training; the parts add up."""
+    run = start()
     for _ in range(4):
         run.batch(data=0.5, step=3.0, stall=0.25)
     run.evaluate(5.0)
-
-    assert run.seconds() == {"train": 12.0, "save_stall": 1.0, "eval": 5.0, "data": 2.0, "restart": 0.0, "wall": 20.0}
+    assert run.seconds() == {"train": 12.0, "save_stall": 1.0, "eval": 5.0, "data": 2.0, "wall": 20.0}
     report = run.monitor.report()
     assert report["fraction/train"] == 0.6
     assert sum(report[f"fraction/{name}"] for name in PARTS) == pytest.approx(1.0)
     assert report["restarts"] == 0
+    assert set(GoodputMonitor().report().values()) == {0.0}
 
 
-def test_an_interrupted_run(training):
-    """From the checkpoint to the first batch after the resume all is lost: what was trained since, and being down."""
-    first = Run(training).start()
-    first.batch(step=10.0)
-    checkpoint = first.monitor.state_dict()
-    first.batch(step=7.0)  # lost
-
-    second = Run(training, utc=first.utc.now + 60.0, loaded=checkpoint)
-    second.start()
-    second.passes(2.0)
-    second.batch(data=1.0, step=7.0)  # the data are replayed, then it is trained again
-    assert second.seconds() == {
-        "train": 17.0, "save_stall": 0.0, "eval": 0.0, "data": 0.0, "restart": 70.0, "wall": 87.0,
-    }  # fmt: skip
+def test_an_interrupted_run(start, clock):
+    """The time from the checkpoint to the first batch after the resume is lost: lost steps, down time and startup."""
+    checkpoint = start().batch(step=10.0).monitor.state_dict()
+    clock.passes(7.0 + 60.0)  # trained for 7 seconds, and down for 60
+    second = start(loaded=checkpoint)
+    clock.passes(2.0)
+    second.batch(data=1.0, step=7.0)
+    assert second.seconds() == {"train": 17.0, "restart": 70.0, "wall": 87.0}
     assert second.monitor.report()["restarts"] == 1
-
     second.event(Event.FIT_END)
-    second.start()
+    second.run.start()
     second.batch(step=1.0)
-    assert second.seconds()["restart"] == 70.0  # another call of fit is no other interruption
+    assert second.seconds()["restart"] == 70.0  # another call of fit is no interruption
 
 
-def test_interrupted_before_it_trained_again(training):
-    """Interrupted while it starts and resumed from what it saved then, a run was down all the time."""
-    first = Run(training).start()
-    first.batch(step=10.0)
-    second = Run(training, utc=first.utc.now + 20.0, loaded=first.monitor.state_dict()).start()
-    third = Run(training, utc=first.utc.now + 50.0, loaded=second.monitor.state_dict()).start()
-    third.batch(step=1.0)
-    assert third.seconds()["restart"] == 50.0
+def test_several_interruptions(start, clock):
+    """Lost times add up, also if a run is interrupted before the first batch after a resume."""
+    checkpoint = start().batch(step=10.0).monitor.state_dict()
+    clock.passes(20.0)
+    checkpoint = start(loaded=checkpoint).monitor.state_dict()
+    clock.passes(30.0)
+    checkpoint = start(loaded=checkpoint).batch(step=1.0).monitor.state_dict()
+    clock.passes(3.0)
+    last = start(loaded=checkpoint).batch(step=4.0)
+    assert last.seconds() == {"train": 15.0, "restart": 53.0, "wall": 68.0}
+    assert last.monitor.report()["restarts"] == 2
 
 
-def test_two_interruptions(training):
-    """What was lost adds up over any number of resumes."""
-    checkpoint, utc = None, 5e9
-    for _ in range(3):
-        run = Run(training, utc=utc, loaded=checkpoint).start()
-        run.batch(step=4.0)
-        checkpoint, utc = run.monitor.state_dict(), run.utc.now + 3.0
-    assert run.seconds()["wall"] == 3 * 4.0 + 2 * 3.0
-    assert run.seconds()["restart"] == 6.0
-    assert run.monitor.report()["restarts"] == 2
-
-
-def test_a_clock_that_went_back(training, caplog):
-    """On another machine it may be earlier than when the checkpoint was saved: that is no time, and it is said."""
-    first = Run(training).start()
-    first.batch(step=10.0)
-    second = Run(training, utc=first.utc.now - 500.0, loaded=first.monitor.state_dict()).start()
-    second.batch(step=5.0)
-    assert second.seconds()["restart"] == 0.0
-    assert second.seconds()["wall"] == 15.0
+def test_a_clock_that_went_back(start, clock, caplog):
+    """The clock of another machine may be earlier than the checkpoint: the restart takes no time, with a warning."""
+    checkpoint = start().batch(step=10.0).monitor.state_dict()
+    clock.utc -= 500.0
+    assert start(loaded=checkpoint).batch(step=5.0).seconds() == {"train": 15.0, "wall": 15.0}
     assert "the clock went back by 500.0 s" in caplog.text
 
 
-def test_a_run_that_had_ended_was_not_interrupted(training):
-    """A run that is trained further a week after it had reached its end has lost no week."""
-    first = Run(training).start()
-    while not first.run.state.training_is_over:
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("finished", {"train": 21.0, "wall": 21.0}),
+        ("stopped", {"train": 2.0, "restart": 30.0, "wall": 32.0}),
+        ("another run", {"train": 1.0, "wall": 1.0}),
+    ],
+)
+def test_the_time_before_a_launch(start, clock, case, expected):
+    """A finished run that is trained further has lost no time; a stopped run has; another run has its own counts."""
+    first = start()
+    while case == "finished" and not first.run.state.training_is_over:
         first.batch(step=1.0)
         if int(first.run.state.timestamp.batch_in_epoch) == 5:
             first.run.epoch()
-    second = Run(training, utc=first.utc.now + 7 * 86400, loaded=first.monitor.state_dict()).start()
-    second.batch(step=1.0)
-    assert second.seconds()["wall"] == 21.0
-    assert second.monitor.report()["restarts"] == 0
+    if case != "finished":
+        first.batch(step=1.0)
+        first.run.state.stop_training()
+    checkpoint = first.monitor.state_dict()
+    clock.passes(30.0)
+    second = start(loaded=checkpoint, name="other" if case == "another run" else "run").batch(step=1.0)
+    assert second.seconds() == expected
+    assert second.monitor.report()["restarts"] == (1 if case == "stopped" else 0)
 
 
-def test_a_run_that_was_told_to_stop_was_interrupted(training):
-    """Stopped before its end and launched again, as on a machine that is taken away, it was down in between."""
-    first = Run(training).start()
-    first.batch(step=1.0)
-    first.run.state.stop_training()
-    second = Run(training, utc=first.utc.now + 30.0, loaded=first.monitor.state_dict()).start()
-    second.batch(step=1.0)
-    assert second.seconds()["restart"] == 30.0
-
-
-def test_a_checkpoint_of_another_run(training):
-    """Begun with the weights of a run of last year, a run counts its own time only."""
-    first = Run(training).start()
-    first.batch(step=10.0)
-    second = Run(training, utc=first.utc.now + 3e7, loaded=first.monitor.state_dict(), name="other").start()
-    second.batch(data=1.0, step=2.0)
-    assert second.seconds()["wall"] == 3.0
-    assert second.seconds()["data"] == 1.0
-    assert second.monitor.report()["restarts"] == 0
-
-
-def test_time_between_two_calls_of_fit(training):
-    """It does not count, nor does what is evaluated then; what saves take does, such as the end of the last one."""
-    run = Run(training).start()
-    run.batch(step=1.0)
+def test_time_between_two_calls_of_fit(start, clock):
+    """Only saves count, such as the end of the last save."""
+    run = start().batch(step=1.0)
     run.event(Event.FIT_END)
-    run.passes(100.0)
+    clock.passes(100.0)
     run.evaluate(50.0)
     run.saver.blocked_seconds += 9.0
     assert run.seconds()["wall"] == 10.0
     assert run.monitor.state_dict()["interrupted_at"] is None
-
-    run.start()
-    run.batch(step=1.0)
-    assert run.seconds() == {"train": 2.0, "save_stall": 9.0, "eval": 0.0, "data": 0.0, "restart": 0.0, "wall": 11.0}
+    run.run.start()
+    assert run.batch(step=1.0).seconds() == {"train": 2.0, "save_stall": 9.0, "wall": 11.0}
 
 
-def test_when_it_logs(training):
-    """At the interval, at the end of each epoch and at the end of fit: the whole report, below goodput/."""
-    run = Run(training, log_interval="2ba").start()
-    logged = run.run.logged.data
+def test_when_values_are_logged(start, clock):
+    """At the interval, at the end of each epoch and at the end of fit: the report, below goodput/."""
+    run = start(log_interval="2ba").batch(step=1.0)
+    assert not [name for name in run.run.logged.data if name.startswith("goodput/")]
     run.batch(step=1.0)
-    assert not [name for name in logged if name.startswith("goodput/")]
-    run.batch(step=1.0)
-    assert {name for name in logged if name.startswith("goodput/")} == {
-        f"goodput/{name}" for name in run.monitor.report()
-    }
-    assert run.run.last("goodput/seconds/train") == 2.0
+    logged = {name for name in run.run.logged.data if name.startswith("goodput/")}
+    assert logged == {f"goodput/{name}" for name in run.monitor.report()}
     run.batch(step=1.0)
     assert run.run.last("goodput/seconds/train") == 2.0
-
-    run = Run(training, log_interval="1000ba").start()
-    run.batch(step=1.0)
     run.run.epoch()
-    assert run.run.last("goodput/seconds/train") == 1.0
-    run.passes(4.0)
+    assert run.run.last("goodput/seconds/train") == 3.0
+    clock.passes(4.0)
     run.event(Event.FIT_END)
-    assert run.run.last("goodput/seconds/train") == 5.0
-
-
-def test_nothing_measured():
-    """Before training there is a report of zeros."""
-    assert set(GoodputMonitor().report().values()) == {0.0}
-
-
-def test_bad_arguments():
-    """A bad interval is an error at construction that names it."""
+    assert run.run.last("goodput/seconds/train") == 7.0
     with pytest.raises(ConfigError, match=r"GoodputMonitor\(log_interval='often'"):
         GoodputMonitor(log_interval="often")
 
 
+class InterruptedRunError(Exception):
+    """Ends a run."""
+
+
+class Interrupt(Callback):
+    def batch_end(self, state, logger):
+        if state.timestamp.batch == 8:
+            raise InterruptedRunError
+
+
 def test_a_real_run_that_is_interrupted_and_resumed(tmp_path):
-    """In a trainer, killed in the second epoch and launched again: one restart, and all time is accounted for."""
+    """Interrupted in the second epoch and launched again: one restart, and the parts add up to the wall time."""
 
-    class InterruptedRunError(Exception):
-        pass
-
-    class Interrupt(Callback):
-        def batch_end(self, state, logger):
-            if state.timestamp.batch == 8:
-                raise InterruptedRunError
-
-    def launch(*callbacks: Callback, loggers: InMemoryLogger) -> Trainer:
-        torch.manual_seed(0)
+    def launch(*callbacks: Callback, loggers: Any = ()) -> Trainer:
         data = TensorDataset(torch.randn(40, 6), torch.randint(4, (40,)))
         return Trainer(
             model=ComposerClassifier(nn.Linear(6, 4), num_classes=4),
@@ -258,25 +230,21 @@ def test_a_real_run_that_is_interrupted_and_resumed(tmp_path):
             save_interval="3ba",
             autoresume=True,
             progress_bar=False,
-            device="cpu",
+            seed=1,
         )
 
     began = time.monotonic()
-    with launch(GoodputMonitor(), Interrupt(), loggers=InMemoryLogger()) as trainer, pytest.raises(InterruptedRunError):
+    with launch(GoodputMonitor(), Interrupt()) as trainer, pytest.raises(InterruptedRunError):
         trainer.fit()
     monitor, memory = GoodputMonitor(), InMemoryLogger()
     with launch(monitor, loggers=memory) as trainer:
         trainer.fit()
         trainer.eval()
     report = monitor.report()
-
-    assert report["restarts"] == 1
+    assert report["restarts"] == memory.most_recent_values["goodput/restarts"] == 1
     assert 0 < report["seconds/wall"] <= time.monotonic() - began + 1.0
     assert math.isclose(sum(report[f"seconds/{name}"] for name in PARTS), report["seconds/wall"])
     assert min(report[f"seconds/{name}"] for name in PARTS) > 0
-    assert memory.most_recent_values["goodput/restarts"] == 1
-    assert memory.most_recent_values["goodput/seconds/wall"] <= report["seconds/wall"]
-
-    with launch(again := GoodputMonitor(), loggers=InMemoryLogger()) as trainer:
-        trainer.fit()  # it has finished: nothing to do, and nothing is lost by asking
+    with launch(again := GoodputMonitor()) as trainer:
+        trainer.fit()  # the run has finished
     assert again.report()["restarts"] == 1

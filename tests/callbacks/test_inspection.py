@@ -92,7 +92,7 @@ def test_without_a_gpu_there_is_a_warning_and_training_goes_on(callback: Any, ca
     """They look into the memory of GPUs."""
     logged = run(callback)
     said = [record.getMessage() for record in caplog.records if "GPUs" in record.getMessage()]
-    assert said == [f"{type(callback).__name__} looks into the memory of CUDA GPUs, and the model is on the cpu"]
+    assert said == [f"{type(callback).__name__} records CUDA GPUs only, and the model is on the cpu"]
     assert len(logged.data["loss/train/total"]) == 6
 
 

@@ -103,24 +103,6 @@ def test_a_run_that_is_resumed_does_not_load_it_again(event: Event, tmp_path: Pa
         assert torch.equal(resumed.state.model.state_dict()[name], expected), name
 
 
-class OldLoadCheckpoint(Callback):
-    """What an older version wrote of a LoadCheckpoint: nothing, under its name."""
-
-    state_key = "LoadCheckpoint"
-
-
-def test_a_run_of_an_older_version_is_resumed(tmp_path: Path) -> None:
-    """Its checkpoints hold an empty state of this callback."""
-    train(save_folder=tmp_path / "base", run_name="base")
-    run: dict[str, Any] = {"save_folder": tmp_path / "run", "save_interval": "1ba", "autoresume": True}
-    run |= {"run_name": "run", "save_async": False}
-    with pytest.raises(InterruptedError), trainer(callbacks=[OldLoadCheckpoint(), StopsAt(5)], **run) as cut:
-        cut.fit()
-    load = LoadCheckpoint(tmp_path / "base" / "latest-rank0.pt", load_weights_only=True)
-    with trainer(callbacks=[load], **run) as resumed:
-        assert int(resumed.state.timestamp.batch) == 5
-
-
 def load(state: State) -> None:
     Engine(state, Logger(state)).run_event(Event.BEFORE_LOAD)
 

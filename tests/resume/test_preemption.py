@@ -204,7 +204,7 @@ def test_a_save_that_could_not_end_in_time_is_not_begun(tmp_path: Path) -> None:
     one = launch(tmp_path, at=["after_forward", 11, 1], grace=0.001)
     assert one.code == 143
     assert newest(tmp_path) == 7
-    assert "no checkpoint of batch 12 was begun" in one.log
+    assert "no checkpoint of batch 12 was saved" in one.log
     assert f"the newest is {tmp_path}/ep0-ba7-rank0.pt" in one.log
 
 

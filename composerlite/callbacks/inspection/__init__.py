@@ -1,1 +1,1 @@
-"""Callbacks that look into the model, the memory and the machine."""
+"""Callbacks that inspect activations, GPU memory and the machine."""

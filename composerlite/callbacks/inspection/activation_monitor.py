@@ -1,4 +1,4 @@
-"""ActivationMonitor: statistics of what goes into modules and comes out of them."""
+"""ActivationMonitor: statistics of the inputs and outputs of modules."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from composerlite.errors import ConfigError, checked_arguments
 class ActivationMonitor(Callback):
     """Logs statistics of the inputs and outputs of every module, at the first microbatch of every ``interval``.
 
-    Each is the mean over all positions of what is computed over the last dimension. ``<module>_input.0`` is the first
-    input of a module, ``<module>_output.0`` its first output.
+    Statistics are computed over the last dimension and averaged over all positions. ``<module>_input.0`` is the first
+    input of a module, ``<module>_output.0`` the first output.
 
     ====================================  ============================================================================
     ``activations/l2_norm/<…>``           the L2 norm
@@ -30,11 +30,16 @@ class ActivationMonitor(Callback):
 
     Args:
         interval: batches or epochs between two logs, as ``'25ba'``; a number counts batches.
-        ignore_module_types: modules with one of these texts in their name are left out.
-        only_log_wandb: log to W&B alone, where that is a logger: it is a lot.
+        ignore_module_types: leave out modules with a text of this list in the name.
+        only_log_wandb: if a ``WandBLogger`` is among the loggers, log to W&B only, since the values are many.
 
     Raises:
-        ConfigError: the interval is none.
+        ConfigError: the interval is invalid.
+
+    Example:
+        .. code-block:: python
+
+            Trainer(model=model, callbacks=ActivationMonitor("100ba"))
     """
 
     @checked_arguments
@@ -53,28 +58,28 @@ class ActivationMonitor(Callback):
         self._only_wandb = only_log_wandb
         self._hooks: list[RemovableHandle] = []
         self._statistics: dict[str, Tensor] = {}
-        self._looked_at = -1
+        self._logged_at = -1
 
     def before_forward(self, state: State, logger: Logger) -> None:
-        self._remove_hooks()  # the batch may be tried again, since the forward pass was interrupted
+        self._remove_hooks()  # left by an interrupted forward pass
         count = state.timestamp.count(self.interval.unit)
-        if count % self.interval.value or count == self._looked_at:
+        if count % self.interval.value or count == self._logged_at:
             return
         for name, module in state.model.named_modules():
             if not any(text in name for text in self._ignored):
-                self._hooks.append(module.register_forward_hook(functools.partial(self._look, name)))
+                self._hooks.append(module.register_forward_hook(functools.partial(self._measure, name)))
 
     def after_forward(self, state: State, logger: Logger) -> None:
         if not self._hooks:
             return
         self._remove_hooks()
-        self._looked_at = state.timestamp.count(self.interval.unit)
+        self._logged_at = state.timestamp.count(self.interval.unit)
         statistics, self._statistics = self._statistics, {}
         if not statistics:
             return
-        together = torch.stack([value.float() for value in statistics.values()]).tolist()  # one wait for a GPU
+        together = torch.stack([value.float() for value in statistics.values()]).tolist()  # waits for a GPU once
         metrics = dict(zip(statistics, together, strict=True))
-        # By name: callbacks do not know the loggers.
+        # By name: callbacks do not import loggers.
         wandb = [one for one in logger.destinations if type(one).__name__ == "WandBLogger"]
         if self._only_wandb and wandb:
             for destination in wandb:
@@ -91,19 +96,16 @@ class ActivationMonitor(Callback):
         self._hooks.clear()
 
     @torch.no_grad()
-    def _look(self, name: str, module: nn.Module, inputs: Any, outputs: Any) -> None:
+    def _measure(self, name: str, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        """Hook after the forward pass of a module."""
         for kind, values in (("input", inputs), ("output", outputs)):
-            values = values if isinstance(values, tuple | list | Mapping) else (values,)
-            self._add(f"{name}_{kind}", values)
+            self._add(f"{name}_{kind}", values if isinstance(values, tuple | list | Mapping) else (values,))
 
     def _add(self, name: str, values: Any) -> None:
-        """Add the statistics of each tensor in nested ``values``; a number or a key tells which one it is."""
-        if isinstance(values, Mapping):
-            for key, value in values.items():
+        """Add the statistics of each tensor in nested ``values``, with indices and keys in the names."""
+        if isinstance(values, tuple | list | Mapping):
+            for key, value in values.items() if isinstance(values, Mapping) else enumerate(values):
                 self._add(f"{name}.{key}", value)
-        elif isinstance(values, tuple | list):
-            for index, value in enumerate(values):
-                self._add(f"{name}.{index}", value)
         elif isinstance(values, Tensor) and values.is_floating_point() and values.ndim and values.numel():
             x = values.detach().float()
             centered = x - x.mean(dim=-1, keepdim=True)
