@@ -133,23 +133,18 @@ def test_a_tolerated_failure_of_a_save_that_is_asked_for_is_named(tmp_path: Path
             run.save_checkpoint_to_save_folder()
 
 
-def test_one_failure_too_many_is_raised(tmp_path: Path) -> None:
-    """The third in a row, where two are tolerated."""
-    run = trainer(
-        tmp_path,
-        InTheWay(tmp_path, 1, 4, 5, 6),
-        save_filename="ba{batch}.pt",
-        save_overwrite=True,
-        save_failure_limit=2,
-    )
-    with run, pytest.raises(OSError, match=r"ba6\.pt"):
-        run.fit()
-
-
-def test_a_failure_of_the_last_save_is_raised_by_fit(tmp_path: Path) -> None:
-    """``fit`` waits for it: a run must not end well with a missing file."""
-    run = trainer(tmp_path, InTheWay(tmp_path, 3, 12), save_filename="ba{batch}.pt", save_overwrite=True)
-    with run, pytest.raises(OSError, match=r"ba12\.pt"):
+@pytest.mark.parametrize(
+    ("at", "names", "limit", "raised"),
+    [(1, (4, 5, 6), 2, "ba6"), (3, (12,), 0, "ba12")],
+    ids=["one-failure-too-many", "last-save"],
+)
+def test_failures_that_fit_raises(tmp_path: Path, at: int, names: tuple[int, ...], limit: int, raised: str) -> None:
+    """The third failure in a row if two are tolerated, and a failure of the last save: a run must not end well."""
+    how: dict[str, Any] = {"save_filename": "ba{batch}.pt", "save_overwrite": True, "save_failure_limit": limit}
+    with (
+        trainer(tmp_path, InTheWay(tmp_path, at, *names), **how) as run,
+        pytest.raises(OSError, match=rf"{raised}\.pt"),
+    ):
         run.fit()
 
 
@@ -324,13 +319,6 @@ def test_every_save_is_logged(tmp_path: Path) -> None:
     assert [report.batch for report in saver.manager.outcomes.reports] == list(range(1, 13))
     assert saver.blocked_seconds > 0
     assert saver.blocked_seconds >= sum(report.seconds["stall"] for report in saver.manager.outcomes.reports)
-
-
-def test_an_interval_may_be_a_budget(tmp_path: Path) -> None:
-    """A short run makes one save to see what it costs at most, and one at its end."""
-    with trainer(tmp_path, save_interval="auto:1%") as run:
-        run.fit()
-    assert batches(tmp_path)[-1] == 12
 
 
 # ── bad input ────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -17,7 +17,7 @@ from composerlite.callbacks import (
     SpeedMonitor,
 )
 from composerlite.core import Callback
-from composerlite.errors import ConfigError, TrainingError
+from composerlite.errors import TrainingError
 from composerlite.loggers import InMemoryLogger
 from composerlite.models import ComposerClassifier
 from composerlite.trainer import Trainer
@@ -114,17 +114,6 @@ def test_a_stopped_run_that_is_launched_again_stays_stopped(uninterrupted, tmp_p
             assert trainer.state.timestamp.batch == batches
 
     assert torch.equal(trainer.state.model.state_dict()["module.0.weight"], weights["module.0.weight"])
-
-
-def test_misspelt_metric_before_the_first_batch():
-    """A metric that does not exist is an error before training starts, with the nearest name."""
-    with (
-        build([EarlyStopper("CrossEntropie", "eval")]) as trainer,
-        pytest.raises(ConfigError, match=r"Did you mean 'CrossEntropy'\? Known: CrossEntropy, MulticlassAccuracy"),
-    ):
-        trainer.fit()
-
-    assert trainer.state.timestamp.batch == 0
 
 
 def test_all_monitors_log_in_a_real_training():
