@@ -1,7 +1,4 @@
-"""Traces of torch's profiler, at batches that a schedule selects.
-
-Imported when it is used.
-"""
+"""Profiler: traces of ``torch.profiler`` of the batches in a schedule. Modules load on first use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Handlers of recorded traces."""
+"""TraceHandler and JSONTraceHandler: receive the recorded traces."""
 
 from __future__ import annotations
 
@@ -19,40 +19,43 @@ from composerlite.storage import atomic_write
 
 
 class TraceHandler(Callback, ABC):
-    """Takes the traces that a :class:`Profiler` has recorded. A callback, too: it is called at events."""
+    """Base of callbacks that receive the traces of a :class:`Profiler`."""
 
     @abstractmethod
     def process_chrome_json_trace_file(self, filepath: Path, state: State, logger: Logger) -> None:
-        """Take the trace of a cycle on this rank: a file in the trace event format of Chrome. Every rank calls it.
-
-        It may be gone when this returns.
+        """Process the trace of a cycle on this rank, in the trace event format of Chrome. All ranks call this method.
 
         Args:
-            filepath: path of the trace.
-            state: of the run.
-            logger: of the run.
+            filepath: path of the trace. The file may be deleted after the call.
+            state: state of the run.
+            logger: logger of the run.
         """
 
 
 @final
 class JSONTraceHandler(TraceHandler):
-    """Keeps traces as files that ``chrome://tracing`` and `Perfetto <https://ui.perfetto.dev>`_ open.
+    """Writes traces as files for ``chrome://tracing`` and `Perfetto <https://ui.perfetto.dev>`_.
 
     Args:
-        folder: template with ``{run_name}``, ``{rank}`` and the like.
-        filename: template that may also have ``{epoch}``, ``{batch}`` and the like.
-        remote_file_name: template of the name under which loggers keep each file; ``None``: they do not.
-        merged_trace_filename: template of one file with the traces of all cycles of the ranks of a machine; ``None``
-            for none. Training waits while it is written.
-        merged_trace_remote_file_name: the name under which loggers keep that.
-        overwrite: files may be in the folder already. num_traces_to_keep: of the newest cycles; -1 for all.
+        folder: folder, with ``{run_name}``, ``{rank}`` and the other variables of ranks.
+        filename: name of each file; may also contain ``{epoch}``, ``{batch}`` and other counts.
+        remote_file_name: name of each upload; ``None``: no upload.
+        merged_trace_filename: name of a file with all traces of the ranks of a machine; ``None``: no such file.
+            Training waits for the write.
+        merged_trace_remote_file_name: name of the upload of the merged file.
+        overwrite: accept files in the folder.
+        num_traces_to_keep: number of newest files to keep; -1: all.
 
     Attributes:
-        saved_traces: files of this rank that are kept.
+        saved_traces: kept files of this rank.
 
     Raises:
-        ConfigError: a template has a variable that does not exist; at ``AFTER_LOAD`` a run that begins finds files in
-            the folder.
+        ConfigError: a variable does not exist; at ``AFTER_LOAD`` a new run finds files in the folder.
+
+    Example:
+        .. code-block:: python
+
+            Profiler(cyclic_schedule(), JSONTraceHandler(folder="traces"))
     """
 
     @checked_arguments
@@ -82,7 +85,7 @@ class JSONTraceHandler(TraceHandler):
 
     @property
     def saved_traces(self) -> Sequence[Path]:
-        """Files of this rank that are kept, oldest first."""
+        """Kept files of this rank, oldest first."""
         return tuple(self._files.paths)
 
     def after_load(self, state: State, logger: Logger) -> None:
@@ -100,7 +103,7 @@ class JSONTraceHandler(TraceHandler):
         self._files.written(path, state, logger)
 
     def _merge(self, path: Path, name: str, state: State, logger: Logger) -> None:
-        """Add the traces of this cycle to the one file of this machine. Every rank calls it."""
+        """Add the traces of this cycle to the merged file of this machine. Collective."""
         with dist.get_group().all_or_none("merging traces"):
             paths = dist.get_group().gather(str(path))
             if dist.get_local_rank() == 0:
@@ -108,13 +111,11 @@ class JSONTraceHandler(TraceHandler):
                 own = [Path(one) for one in paths[first : first + dist.get_local_world_size()]]
                 merged = self._files.folder(state) / format_name_with_dist(name, state.run_name)
                 before = [merged] if merged.exists() else []
-                events = [event for one in (*before, *own) for event in _events(one)]
-                with atomic_write(merged) as file:
-                    file.write(json.dumps({"traceEvents": events}).encode())
+                events: list[Any] = []
+                for file in (*before, *own):
+                    events += json.loads(file.read_bytes())["traceEvents"]
+                with atomic_write(merged) as output:
+                    output.write(json.dumps({"traceEvents": events}).encode())
                 if self._merged_remote is not None and logger.has_file_upload_destination():
                     remote = format_name_with_dist(self._merged_remote, state.run_name)
                     logger.upload_file(remote.lstrip("/"), merged, overwrite=True)
-
-
-def _events(path: Path) -> list[dict[str, Any]]:
-    return json.loads(path.read_bytes())["traceEvents"]

@@ -1,4 +1,4 @@
-"""Profiler: records what the batches of a schedule do."""
+"""Profiler: record traces of the batches in a schedule."""
 
 from __future__ import annotations
 
@@ -25,34 +25,42 @@ log = logging.getLogger(__name__)
 class Profiler(Callback):
     """Records traces with ``torch.profiler``, for ``Trainer(profiler=…)``.
 
-    A trace has what torch does and, by name, the trainer's own parts: ``trainer/dataloader``, ``trainer/forward``,
-    ``trainer/loss``, ``trainer/backward``, ``trainer/eval`` and so on. It is saved in ``torch_prof_folder`` at the end
-    of each cycle of the schedule, and given to the ``trace_handlers``. Nothing is recorded, and nothing costs time,
-    in batches that the schedule leaves out.
+    A trace has the operations of torch, and the parts of the trainer by name: ``trainer/dataloader``,
+    ``trainer/forward``, ``trainer/loss``, ``trainer/backward``, ``trainer/eval`` and others. At the end of each cycle
+    of the schedule the trace is saved in ``torch_prof_folder`` and passed to the ``trace_handlers``. Skipped batches
+    cost no time.
 
     Args:
-        schedule: a function of the state that says what to do in the next batch, as :func:`cyclic_schedule` makes them.
-        trace_handlers: get the traces as well, as :class:`JSONTraceHandler`.
-        sys_prof_cpu, sys_prof_memory, sys_prof_disk, sys_prof_net: accepted for Composer's scripts. What the machine
-            does is logged by :class:`SystemMetricsMonitor`.
-        sys_prof_stats_thread_interval_seconds: the same.
-        torch_prof_folder: template with ``{run_name}``, ``{rank}`` and the like.
-        torch_prof_filename: template that may also have ``{epoch}``, ``{batch}`` and the like.
-        torch_prof_remote_file_name: template of the name under which loggers keep each trace; ``None``: they do not.
-        torch_prof_memory_filename: ``None``: torch has given up its picture of memory. :class:`MemorySnapshot` makes
-            one.
-        torch_prof_overwrite: files may be in the folder already.
+        schedule: a function from the state to the action of the next batch, such as :func:`cyclic_schedule`.
+        trace_handlers: receive the traces, such as :class:`JSONTraceHandler`.
+        sys_prof_cpu: ignored; for scripts of Composer. :class:`SystemMetricsMonitor` logs the load of the machine.
+        sys_prof_memory: ignored; for scripts of Composer.
+        sys_prof_disk: ignored; for scripts of Composer.
+        sys_prof_net: ignored; for scripts of Composer.
+        sys_prof_stats_thread_interval_seconds: ignored; for scripts of Composer.
+        torch_prof_folder: folder, with ``{run_name}``, ``{rank}`` and the other variables of ranks.
+        torch_prof_filename: name of each file; may also contain ``{epoch}``, ``{batch}`` and other counts.
+        torch_prof_remote_file_name: name of each upload; ``None``: no upload.
+        torch_prof_memory_filename: must be ``None``: use :class:`MemorySnapshot`.
+        torch_prof_overwrite: accept files in the folder.
         torch_prof_use_gzip: compress the traces.
-        torch_prof_record_shapes, torch_prof_profile_memory, torch_prof_with_stack, torch_prof_with_flops: what is
-            recorded besides, as ``torch.profiler.profile`` has it. Each costs time while recording.
-        torch_prof_num_traces_to_keep: newest traces in the folder; -1 for all.
+        torch_prof_record_shapes: record the shapes of inputs, as in ``torch.profiler.profile``.
+        torch_prof_profile_memory: record allocations.
+        torch_prof_with_stack: record the lines of code.
+        torch_prof_with_flops: record estimates of floating-point operations.
+        torch_prof_num_traces_to_keep: number of newest traces to keep; -1: all.
 
     Attributes:
-        trace_handlers: as given.
-        resumption_batch_idx: batch of the epoch that the run was resumed at.
+        trace_handlers: the handlers.
+        resumption_batch_idx: batch of the epoch at which the run resumed.
 
     Raises:
-        ConfigError: what is given cannot be used; at ``AFTER_LOAD`` a run that begins finds files in the folder.
+        ConfigError: an argument is invalid; at ``AFTER_LOAD`` a new run finds files in the folder.
+
+    Example:
+        .. code-block:: python
+
+            Trainer(model=model, profiler=Profiler(cyclic_schedule(skip_first=10)))
     """
 
     @checked_arguments
@@ -109,11 +117,11 @@ class Profiler(Callback):
 
     @property
     def saved_traces(self) -> Sequence[Path]:
-        """Traces of this rank that are kept in the folder, oldest first."""
+        """Kept traces of this rank, oldest first."""
         return tuple(self._files.paths)
 
     def marker(self, name: str) -> contextlib.AbstractContextManager[object]:
-        """A context whose time is in the trace under ``name``."""
+        """Return a context manager that adds a span ``name`` to the trace."""
         return torch.profiler.record_function(name)
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
@@ -137,7 +145,7 @@ class Profiler(Callback):
     def _begin_batch(self, state: State, logger: Logger) -> None:
         self._action = action = self.schedule(state)
         if action is ProfilerAction.SKIP:
-            self._save(state, logger)  # the epoch has ended in the middle of a cycle
+            self._save(state, logger)  # the last epoch ended in the middle of a cycle
             return
         if self._profile is None:
             self._profile = torch.profiler.profile(**self._settings)
@@ -147,7 +155,7 @@ class Profiler(Callback):
             self._is_recording = True
 
     def _mark(self, event: Event) -> None:
-        """Open or close the range of a part of the trainer."""
+        """Begin or end the span of a part of the trainer."""
         name = event.canonical_name
         if event.is_before_event:
             context = self.marker(f"trainer/{name}")
@@ -161,7 +169,7 @@ class Profiler(Callback):
                     break
 
     def _stop(self) -> bool:
-        """Stop recording; whether there is a trace, of a batch at least: data may have ended where one was to begin."""
+        """Stop recording. Return true if the trace has at least one batch."""
         while self._open:
             self._open.pop()[1].__exit__(None, None, None)
         was_recording, self._is_recording = self._is_recording, False

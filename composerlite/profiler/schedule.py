@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class ProfilerAction(StrEnum):
-    """Action of the profiler in a batch: none, warm up, record, or record and save at its end."""
+    """Action of the profiler in a batch: skip, warm up, record, or record and save the trace after the batch."""
 
     SKIP = "skip"
     WARMUP = "warmup"
@@ -24,21 +24,28 @@ class ProfilerAction(StrEnum):
 def cyclic_schedule(
     skip_first: int = 0, wait: int = 0, warmup: int = 1, active: int = 4, repeat: int = 1
 ) -> Callable[[State], ProfilerAction]:
-    """Make the schedule that leaves out ``skip_first`` batches of each epoch and then goes through cycles.
+    """Return a schedule with cycles of waiting, warming up and recording in each epoch.
 
-    A cycle leaves out ``wait`` batches, gets ready in ``warmup`` and records ``active``, whose trace is saved; one that
-    the end of the epoch cuts short is saved there. A run that is resumed in the middle of an epoch counts from the
-    batch that it resumes at.
+    The trace of a cycle is saved after the last recorded batch, or at the end of the epoch. A run that resumes in the
+    middle of an epoch counts from the batch of the resume.
 
     Args:
-        skip_first, wait, warmup, active: numbers of batches.
-        repeat: cycles in an epoch; 0 for as many as there is room for.
+        skip_first: batches to skip at the start of an epoch.
+        wait: batches to skip at the start of a cycle.
+        warmup: batches to warm up.
+        active: batches to record.
+        repeat: cycles in an epoch; 0: as many as fit.
 
     Returns:
         A function from the state to the action of the next batch.
 
     Raises:
-        ConfigError: a negative number, or nothing to record.
+        ConfigError: a number is negative, or ``active`` is 0.
+
+    Example:
+        .. code-block:: python
+
+            Profiler(cyclic_schedule(skip_first=10, active=2))
     """
     for name, value in (("skip_first", skip_first), ("wait", wait), ("warmup", warmup), ("repeat", repeat)):
         if value < 0:

@@ -1,4 +1,4 @@
-"""Files of traces: where they are, who gets them, and how many stay."""
+"""TraceFiles: the files of traces."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ if TYPE_CHECKING:
 
 @final
 class TraceFiles:
-    """The files that one kind of trace is written to.
+    """The files of one kind of trace.
 
     Args:
-        owner: class that they are of, for messages.
-        folder, filename: templates with ``{run_name}``, ``{rank}``, and in ``filename`` ``{batch}`` and the like.
-        remote_file_name: template of the name under which loggers keep each; ``None``: they do not.
-        overwrite: files may be there already.
-        num_traces_to_keep: newest ones; -1 for all.
+        owner: name of the class with these files, for messages.
+        folder: folder, with ``{run_name}``, ``{rank}`` and the other variables of ranks.
+        filename: name of each file; may also contain ``{batch}`` and other counts.
+        remote_file_name: name of each upload; ``None``: no upload.
+        overwrite: accept files in the folder.
+        num_traces_to_keep: number of newest files to keep; -1: all.
 
     Raises:
-        ConfigError: a template has a variable that does not exist.
+        ConfigError: a variable does not exist.
     """
 
     def __init__(
@@ -53,33 +54,36 @@ class TraceFiles:
         self.paths: list[Path] = []
 
     def folder(self, state: State) -> Path:
-        """The folder, of this run."""
+        """Return the folder of this run."""
         return Path(format_name_with_dist(self._folder, state.run_name))
 
     def check(self, state: State) -> None:
-        """Check that a run that begins does not mix its files with others. Every rank calls it.
+        """Check that a new run has an empty folder. Collective.
+
+        Args:
+            state: state of the run.
 
         Raises:
-            ConfigError: there are files in the folder, and ``overwrite`` is not given.
+            ConfigError: the folder has files, and ``overwrite`` is false.
         """
         folder = self.folder(state)
         with dist.get_group().all_or_none(f"the folder of {self._owner}"):
             is_new = int(state.timestamp.batch) == 0
             if is_new and not self._overwrite and folder.is_dir() and next(folder.iterdir(), None) is not None:
                 raise ConfigError(
-                    f"{self._owner}: the folder {str(folder)!r} is not empty. Remove it, name another folder, or pass "
-                    "overwrite=True."
+                    f"{self._owner}: the folder {str(folder)!r} is not empty. Remove the files, give another "
+                    "folder, or pass overwrite=True."
                 )
 
     def path(self, state: State) -> Path:
-        """The file of now; its folder is there."""
+        """Create the folder, and return the path of the next file."""
         name = format_name_with_dist_and_time(self._filename, state.run_name, state.timestamp)
         path = self.folder(state) / name
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
 
     def written(self, path: Path, state: State, logger: Logger) -> None:
-        """Hand the file ``path`` to the loggers, and delete the oldest ones that are too many."""
+        """Upload the file ``path`` with the loggers, and delete the oldest files beyond ``num_traces_to_keep``."""
         if self._remote_file_name is not None and logger.has_file_upload_destination():
             name = format_name_with_dist_and_time(self._remote_file_name, state.run_name, state.timestamp)
             logger.upload_file(name.lstrip("/"), path, overwrite=self._overwrite)
