@@ -6,9 +6,10 @@ import importlib.util
 import multiprocessing.util
 import os
 import shutil
+import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,29 @@ def restore_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     torch.use_deterministic_algorithms(before[0])
     cudnn.benchmark, cudnn.deterministic = before[1:]
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Mounts a small disk in memory: ``mount('size=256k')``. Skips where this process may not mount."""
+    mounted: list[Path] = []
+
+    def mount(options: str) -> Path:
+        folder = tmp_path / f"disk{len(mounted)}"
+        folder.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        except FileNotFoundError:
+            pytest.skip("there is no mount program")
+        if done.returncode != 0:
+            pytest.skip(f"no disk can be mounted here: {done.stderr.strip()}")
+        mounted.append(folder)
+        return folder
+
+    yield mount
+    for folder in mounted:
+        subprocess.run(["umount", str(folder)], check=True)
 
 
 _ROOT = Path(__file__).parents[1]

@@ -106,7 +106,6 @@ class BucketAdversary(Machine):
         self.project.client.close()
         super().teardown()
 
-    # ── what the oracle looks at ─────────────────────────────────────────────────────────────────────────────────
     def entries(self, project: Project) -> list[Entry]:
         """What is in the bucket."""
         self.project.look()
@@ -165,7 +164,6 @@ class BucketAdversary(Machine):
         if not link.exists() or link.read_text().strip() not in names:
             raise FoundError(f"[latest] {link.name} says {link.exists() and link.read_text()!r}, and not {names}")
 
-    # ── training ─────────────────────────────────────────────────────────────────────────────────────────────────
     def change_machine(self, lost: bool) -> None:
         """The next launch is on another one, if ``lost``."""
         if lost:
@@ -284,7 +282,6 @@ class BucketAdversary(Machine):
             raise FoundError(f"[crash] launch {order.launch} ended with {done.returncode}: {done.stderr[-3000:]}")
         return done
 
-    # ── the tools, and the hands of others ───────────────────────────────────────────────────────────────────────
     @rule(keep=st.integers(1, 3))
     def prune(self, keep: int) -> None:
         """The user makes room in the bucket."""

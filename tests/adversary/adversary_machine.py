@@ -98,7 +98,6 @@ class Adversary(Machine):
         self.projects = [Project(self.root / "a" / "checkpoints"), Project(self.root / "b" / "checkpoints")]
         self.values: dict[tuple[Path, str], tuple[int, int]] = {}  # the least there, and the last tried
 
-    # ── training ─────────────────────────────────────────────────────────────────────────────────────────────────
     @precondition(may("train"))
     @rule(
         b=st.booleans(),
@@ -207,7 +206,6 @@ class Adversary(Machine):
         if gone := [path for path, _ in places if not path.exists()]:
             raise FoundError(f"[gone] {gone} after launch {order.launch}, which could read nothing")
 
-    # ── at the same time ─────────────────────────────────────────────────────────────────────────────────────────
     @precondition(may("beside"))
     @rule(
         b=st.booleans(),
@@ -290,7 +288,6 @@ class Adversary(Machine):
             if entry in before and entry.line is not None and (entry.folder / entry.name).resolve() not in told:
                 raise FoundError(f"[ls] {entry} is not among {told}")
 
-    # ── functions ────────────────────────────────────────────────────────────────────────────────────────────────
     @precondition(may("functions"))
     @rule(
         b=st.booleans(),
@@ -336,8 +333,6 @@ class Adversary(Machine):
             if strays := [*elsewhere(str(project.folder)).iterdir()]:
                 raise FoundError(f"[elsewhere] {strays}")
 
-    # ── the tools ────────────────────────────────────────────────────────────────────────────────────────────────
-
     @precondition(may("prune"))
     @rule(b=st.booleans(), keep=st.integers(1, 3))
     def prune(self, b: bool, keep: int) -> None:
@@ -373,7 +368,6 @@ class Adversary(Machine):
                 raise FoundError(f"[content] {entry} was converted to {line_in(target)}")
             self.planted.add(target)
 
-    # ── the hands of the user, and others ────────────────────────────────────────────────────────────────────────
     @precondition(may("copy"))
     @rule(
         b=st.booleans(), which=numbers, name=st.sampled_from(["best{}.pt", "best{}/{name}", "ba10{}.pt", "ba20{}.pt"])

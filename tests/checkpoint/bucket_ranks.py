@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 from collections.abc import Generator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -146,24 +144,3 @@ def without_settings() -> Generator[None]:
         yield
     finally:
         os.environ.update(taken)
-
-
-def be_killed(bucket: str, name: str) -> str:
-    """A run in which rank 0 is killed when it sends the object ``name``: what rank 1 raises."""
-    object.__setattr__(dist.get_group(), "timeout", timedelta(seconds=4))  # they have met: that took longer
-    for method in ("upload", "put_bytes"):
-        setattr(Transfer, method, _deadly(getattr(Transfer, method), name))
-    try:
-        train(**HOW, save_folder=f"{bucket}/run")
-    except RankError as e:
-        return str(e)
-    return "nothing was raised"
-
-
-def _deadly(real: Any, name: str) -> Any:
-    def send(self: Transfer, object_name: str, *arguments: Any, **more: Any) -> Any:
-        if object_name.endswith(name):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(self, object_name, *arguments, **more)
-
-    return send

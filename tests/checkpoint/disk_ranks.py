@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
@@ -126,16 +125,6 @@ def go_on(folder: Path) -> dict[str, Any]:
     saver.close(state, logger)
     # The process that survived has the lease of the saver that it could not close.
     return {**told, "left": sorted(path.name for path in Path("run").iterdir() if path.suffix != ".lease")}
-
-
-def save_on_small_disks(folder: Path, small: int, disks: int) -> None:
-    """Three saves to each of so many small disks of the node ``small``; the other one has room."""
-    on_nodes(folder)
-    for number in range(disks):
-        here = folder / f"disk{number}" if dist.get_global_rank() == small else Path(f"large{number}").absolute()
-        here.mkdir(exist_ok=True)
-        with contextlib.chdir(here):
-            save_some("run", sharded_state(), failure_limit=100)
 
 
 def fail_to_delete_on_the_second_node(folder: Path, asynchronous: bool, failures: int) -> dict[str, Any]:

@@ -62,24 +62,6 @@ def save(folder: Path) -> None:
             save_state_dict(folder / layout, _state(layout, dist.get_world_size()))
 
 
-def save_and_load_many(folder: Path, count: int) -> None:
-    """Save ``count`` small tensors, each split over all ranks; load them."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    whole = torch.arange(8.0)
-    state: dict[str, Any] = {f"w{n}": distribute_tensor(whole + n, mesh, [Shard(0)]) for n in range(count)}
-    save_state_dict(folder / "many", state)
-    wanted: dict[str, Any] = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
-    load_state_dict(folder / "many", wanted)
-    assert all(torch.equal(wanted[key].to_local(), state[key].to_local()) for key in state)
-
-
-def save_differing(folder: Path) -> None:
-    """Save what no rule covers: each rank has a tensor of its own besides."""
-    own = {f"own{dist.get_global_rank()}": torch.ones(dist.get_global_rank() + 1)}
-    with _a_rule_for_few_parts():
-        save_state_dict(folder / "differing", {**_state("rows", dist.get_world_size()), **own})
-
-
 def load(folder: Path) -> None:
     """Load all of them, sharded in another way."""
     count = dist.get_world_size()

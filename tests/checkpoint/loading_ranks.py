@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
-import shutil
 import signal
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,21 +14,14 @@ import pytest
 import torch
 from checkpoint.parts import new_state
 from checkpoint.tiny_training import CrashError, Record, StopAt, trainer
-from storage.local_store import LocalObjectStore
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from composerlite import Trainer, dist
-from composerlite.checkpoint import Catalog, load_checkpoint, load_model_and_optim_state, save_model_and_optim_state
-from composerlite.checkpoint.load import sharded
+from composerlite.checkpoint import Catalog, load_checkpoint
 from composerlite.checkpoint.load.candidates import RunPlace
 from composerlite.checkpoint.load.resume import choose
-from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.core import State
 from composerlite.dist import transfers
 from composerlite.errors import RankError
-from composerlite.storage.object_store import ObjectRange
 
 
 def weights(state: State) -> float:
@@ -96,72 +87,6 @@ def on_nodes_of_their_own(folder: Path) -> dict[str, Any]:
         load_checkpoint(Path(name) / "ba5.pt", state)
         reads = sum(path.endswith("/ba5.pt") for path in opened)
         found[name] = (weights(state), reads > 0)
-    return found
-
-
-class CountingStore(LocalObjectStore):  # type: ignore[misc]  # final, but for a test that counts
-    """A folder as a bucket, of whose data files so much was read."""
-
-    read_bytes = 0
-
-    def open_range(self, name: str, offset: int, size: int) -> ObjectRange:
-        found = super().open_range(name, offset, size)
-        return dataclasses.replace(found, pieces=self._counted(name, found.pieces))
-
-    def _counted(self, name: str, pieces: Generator[bytes]) -> Generator[bytes]:
-        for piece in pieces:
-            if name.endswith(".distcp"):
-                self.read_bytes += len(piece)
-            yield piece
-
-
-def _copies_of_shards() -> State:
-    """Two copies of a model, each sharded over two ranks, whose optimizer has stepped."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(384, 384) for _ in range(3)))
-    fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards")))
-    optimizer = torch.optim.AdamW(model.parameters())
-    for parameter in model.parameters():
-        parameter.grad = parameter.detach().clone()
-    optimizer.step()
-    return State(model, rank_zero_seed=1, run_name="r", device=torch.device("cpu"), optimizers=optimizer, world_size=4)
-
-
-def _parts(state: State) -> list[torch.Tensor]:
-    weights, kept = list(state.model.parameters()), state.optimizers[0].state
-    moments = [kept[weight][name] for weight in weights for name in sorted(kept[weight])]
-    return [dist.local_shard(tensor).local for tensor in (*weights, *moments)]
-
-
-def load_copies_of_shards(folder: Path) -> dict[str, tuple[bool, int]]:
-    """By each way of loading: whether all is there that was saved, and how much this rank has read."""
-    state = _copies_of_shards()
-    (optimizer,), saved = state.optimizers, [tensor.clone() for tensor in _parts(state)]
-    save_model_and_optim_state(folder / "one" / "c", state.model, optimizer)
-    node = "one" if dist.get_global_rank() < 2 else "other"
-    if dist.get_global_rank() == 2:
-        shutil.copytree(folder / "one", folder / "other")
-    dist.barrier()
-
-    def apart(store: CountingStore) -> None:
-        with sharded.RemoteFileSystemReader(folder / node / "c") as reader:
-            sharded.load(reader, {"model": dict(state.model.state_dict())})
-            store.read_bytes = reader.bytes_read
-
-    def trainer_loads(store: CountingStore) -> None:
-        load_checkpoint("c", state, object_store=store)
-
-    def function_loads(store: CountingStore) -> None:
-        load_model_and_optim_state(ShardedDirectory.in_store(store, "c"), state.model, optimizer)
-
-    found: dict[str, tuple[bool, int]] = {}
-    for load in (trainer_loads, function_loads, apart):
-        for tensor in _parts(state)[: 6 if load is apart else None]:
-            tensor.zero_()
-        store = CountingStore(folder / "one")
-        load(store)
-        found[load.__name__] = all(map(torch.equal, saved, _parts(state))), store.read_bytes
-    found["needed"] = True, sum(tensor.nbytes for tensor in saved)
     return found
 
 

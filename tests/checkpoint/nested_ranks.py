@@ -155,7 +155,6 @@ def load(folder: Path, spread: str) -> dict[str, Any]:
         return state_of(run)
 
 
-# ── functions on state dicts ─────────────────────────────────────────────────────────────────────────────────────────
 class Pair(NamedTuple):
     """A type of the user's."""
 

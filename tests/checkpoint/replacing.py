@@ -94,7 +94,6 @@ class Kind(NamedTuple):
     read: Callable[[str], int | None] | None = None
 
 
-# ── places ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def use_bucket(folder: Path, faults: Sequence[Fault] = ()) -> None:
     """Let every URI mean the bucket whose objects lie in ``folder``, in this process from now on."""
     store = FaultyStore(LocalObjectStore(folder), *faults)
@@ -132,7 +131,6 @@ def _one(tensor: torch.Tensor) -> int:
     return int(value)
 
 
-# ── files ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _save_file(place: str, value: int, overwrite: bool, template: str = "c.pt") -> None:
     """As a run does: a save to the folder, the link to the latest, and the upload."""
     with tempfile.TemporaryDirectory() as staging:
@@ -173,7 +171,6 @@ def _read_file(place: str) -> int | None:
     return _one(torch.cat([parameter.detach().flatten() for parameter in state.model.parameters()]))
 
 
-# ── archives of ranks ────────────────────────────────────────────────────────────────────────────────────────────────
 def _save_archives(place: str, value: int, overwrite: bool) -> None:
     if "://" not in place:
         save_archives(Path(place), value, overwrite=overwrite)
@@ -198,7 +195,6 @@ def _value_of_archives(place: str) -> int | None:
     return _catalogued(place, read)
 
 
-# ── functions ────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _save_function(place: str, value: int, overwrite: bool) -> None:
     save_state_dict(f"{place}/c", {"x": torch.full((10,), value)}, save_overwrite=overwrite)
 
@@ -244,7 +240,6 @@ def _delete_step(place: str) -> None:
             remove(found)
 
 
-# ── runs ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _sharded_state(value: int) -> State:
     """The state of a run with one rank whose model is sharded; its weights are ``value``."""
     if not torch.distributed.is_initialized():
@@ -302,7 +297,6 @@ def _value_of_run(place: str) -> int | None:
     return _catalogued(place, read)
 
 
-# ── disks of nodes ───────────────────────────────────────────────────────────────────────────────────────────────────
 def _save_on_disks(place: str, value: int, overwrite: bool) -> None:
     """What the ranks of two nodes do, in that order."""
     nodes = [ShardedDirectory.of(Path(place, f"node{number}", "c")) for number in (0, 1)]
@@ -378,7 +372,6 @@ KINDS: dict[str, Kind] = {
 }
 
 
-# ── copies ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _copied(one: Kind) -> Kind:
     """What another kind has saved elsewhere comes by ``cp``."""
 
@@ -396,7 +389,6 @@ def _copied(one: Kind) -> Kind:
 KINDS.update({f"copied {name}": _copied(KINDS[name]) for name in ("file", "function", "step", "archives")})
 
 
-# ── processes ────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _said_by(work: Callable[[], Any]) -> Callable[[], Any]:
     """Start it in a process of its own: returns what waits for its answer, ``None`` if it was killed."""
     reading, writing = os.pipe()
@@ -501,7 +493,6 @@ def _at_request(number: int, act: Callable[[], None]) -> list[Fault]:
     return [Fault(verb, times=10**6, error=None, first=count) for verb in _CHANGES]
 
 
-# ── kills ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 OF_THE_USER = ("config.json", "notes/about.txt")
 
 
@@ -515,10 +506,11 @@ def _listing(folder: Path, users: Sequence[str]) -> list[str]:
     return sorted(_ID.sub("ID", name) for name in names)
 
 
-def killed(root: str, kind: str, where: str, operation: str) -> None:
-    """Kill ``operation`` before each step; look at what there is, start again, save again.
+def killed(root: str, kind: str, where: str, operation: str, every: str) -> None:
+    """Kill ``operation`` before each step, or ``every`` so many; look at what there is, start again, save again.
 
-    ``operation``: ``'new'``, ``'replace'`` or ``'delete'``. A line of JSON for each kill.
+    ``operation``: ``'new'``, ``'replace'`` or ``'delete'``. A line of JSON for each kill. Unless ``every`` is 1, only
+    the start and the save after the second kill are killed.
     """
     torch.set_num_threads(1)
     cell = Cell(Path(root), kind, where)
@@ -528,7 +520,7 @@ def killed(root: str, kind: str, where: str, operation: str) -> None:
     shutil.copytree(begun, reference, symlinks=True)
     _operate(cell, reference, operation)
     after = _listing(reference, users)
-    for number in range(_MOST):
+    for number in range(0, _MOST, int(every)):
         folder = Path(root, f"attempt{number}")
         shutil.copytree(begun, folder, symlinks=True)
         survived = _operate(cell, folder, operation, number)
@@ -538,7 +530,7 @@ def killed(root: str, kind: str, where: str, operation: str) -> None:
         told = {"at": number, "survived": survived, **_after_kill(cell, folder, users, operation)}
         chance = random.Random(f"{kind} {where} {number}")
         told["second"] = []
-        for what, copy_ in copies.items() if not survived else ():
+        for what, copy_ in copies.items() if not survived and int(every) in (1, number) else ():
             kill_at = chance.randrange(2 if what == "start" else 6)
             found = cell.value(copy_)
             again = cell.started(copy_, kill_at) if what == "start" else cell.saved(copy_, 3, True, kill_at)
@@ -602,7 +594,6 @@ def extra(left: Sequence[str], allowed: Sequence[str]) -> list[str]:
     return sorted((Counter(left) - Counter(allowed)).elements())
 
 
-# ── two at a time ────────────────────────────────────────────────────────────────────────────────────────────────────
 def overtaken(root: str, kind: str, where: str, what: str) -> None:
     """Stop at every step, let another process do the whole of its work, and go on.
 

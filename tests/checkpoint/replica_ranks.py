@@ -5,28 +5,22 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
-import sys
 import time
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import xxhash
 
 from composerlite import dist
 from composerlite.checkpoint import Catalog
-from composerlite.checkpoint import memory as checkpoint_memory
 from composerlite.checkpoint.load.candidates import RunPlace
 from composerlite.checkpoint.load.resume import choose
 from composerlite.checkpoint.memory import Replication, replica_folder
 from composerlite.checkpoint.place.node_disks import disks_of
 from composerlite.checkpoint.record.record import FileRecord, Manifest, SavedRun, seal, seal_index
-from composerlite.errors import CorruptCheckpointError
 from composerlite.storage import FileDigest
 
-SIZE_BYTES = 9 << 20
 """More than a piece that is sent at once."""
 
 
@@ -138,55 +132,6 @@ def saves(
         save(nodes, node, dist.get_world_size() if sharded else 0, batch, size_bytes=size_bytes)
         errors.append(replicate(memory, batch))
     return [*state_of(nodes, node), errors]
-
-
-def saves_slowly(nodes: Path, bytes_per_second: float) -> float:
-    """Save and replicate with a limit; how many seconds that took."""
-    memory = on_node(nodes, dist.get_global_rank(), bytes_per_second / 1e9)
-    save(nodes, dist.get_global_rank(), dist.get_world_size(), 2)
-    started = time.monotonic()
-    assert replicate(memory, 2) == ""
-    return time.monotonic() - started
-
-
-def die_at(moment: str) -> None:
-    """Kill this process when it comes to ``moment`` of the replication of ba2, which replaces ba1."""
-
-    def look(event: str, arguments: tuple[Any, ...]) -> None:
-        if moment == "delete":
-            is_it = event == "os.remove" and "/ba1/" in str(arguments[0])
-        else:
-            ending = {"verify": ".distcp", "adopt": ".metadata"}[moment]
-            gets_name = event in ("os.link", "os.rename") and ".tmp-" in str(arguments[0])
-            is_it = gets_name and str(arguments[1]).endswith(ending)
-        if is_it:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(look)
-
-
-def saves_and_dies(nodes: Path, victim: int, method: str) -> list[Any]:
-    """Replicate ba1, and ba2 with a node that is killed at a moment of that."""
-    memory = on_node(nodes, dist.get_global_rank())
-    for batch in (1, 2):
-        save(nodes, dist.get_global_rank(), dist.get_world_size(), batch)
-        if batch == 2 and dist.get_global_rank() == victim:
-            die_at(method)
-        replicate(memory, batch)
-    return []
-
-
-def resumes_with_damaged_arrivals(nodes: Path, order: Sequence[int]) -> dict[str, Any]:
-    """As :func:`resumes`, and whatever comes to a node is damaged on its way."""
-    verify = checkpoint_memory.verify_file
-
-    def damaged(path: Path, *arguments: Any) -> None:
-        if ".tmp-" in path.name:
-            raise CorruptCheckpointError(f"{path} was damaged on its way.")
-        verify(path, *arguments)
-
-    with mock.patch.object(checkpoint_memory, "verify_file", damaged):
-        return resumes(nodes, order)
 
 
 def resumes(nodes: Path, order: Sequence[int]) -> dict[str, Any]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -128,26 +126,6 @@ def fail(folder: Path) -> dict[str, str]:
             ShardedDirectory.write = real  # type: ignore[method-assign]
     save_safetensors(folder / "before", state)
     return told
-
-
-def be_killed(folder: Path) -> None:
-    """A folder is replaced, and rank 1 is killed as it writes."""
-    state = {name: tensor.cpu() for name, tensor in whole_weights().items()}
-    save_safetensors(folder / "weights", state)
-    mesh = init_device_mesh("cpu", (1, dist.get_world_size()))
-    new = {name: value * 2 if value.is_floating_point() else value for name, value in spread(mesh).items()}
-    if dist.get_global_rank() == 1:
-        real = ShardedDirectory.write
-
-        def killing(self: Any, handle: Any, file: NewFile) -> Any:
-            def broken(sink: Any) -> None:
-                file.fill(sink)
-                os.kill(os.getpid(), signal.SIGKILL)
-
-            return real(self, handle, file._replace(fill=broken))
-
-        ShardedDirectory.write = killing  # type: ignore[method-assign]
-    save_safetensors(folder / "weights", new, save_overwrite=True)
 
 
 def write_to_a_bucket(uri: str) -> None:

@@ -59,7 +59,6 @@ class SimulatedDevice:
         for tensor in tensors:
             self._storages[storage_id(tensor.untyped_storage())] = tensor.untyped_storage()
 
-    # ── Devices ──────────────────────────────────────────────────────────────────────────────────────────────────
     def of(self, storage: torch.UntypedStorage) -> DeviceCopier | None:
         """The copier of what it owns."""
         return self._copier if storage_id(storage) in self._storages else None
@@ -75,7 +74,6 @@ class SimulatedDevice:
     def release(self, memory: HostMemory) -> None:
         """Nothing was done to it."""
 
-    # ── queues ───────────────────────────────────────────────────────────────────────────────────────────────────
     def train(self, work: Callable[[], object]) -> None:
         """Queue ``work`` of training, which changes tensors of the device."""
         self.queue("training", work)

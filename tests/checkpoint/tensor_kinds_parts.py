@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 
@@ -164,28 +163,3 @@ def laid_out_like(tensor: Tensor) -> Tensor:
 def _blocks(tensor: Tensor) -> dict[str, Any]:
     blocked = tensor.layout in (torch.sparse_bsr, torch.sparse_bsc)
     return {"blocksize": tuple(tensor.values().shape[1:])} if blocked else {}
-
-
-class Eight(torch.optim.Optimizer):
-    """Momentum in 8 bits; of a distributed parameter, by the part of each rank."""
-
-    def __init__(self, parameters: Any, lr: float) -> None:
-        super().__init__(parameters, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if isinstance(parameter, DTensor):
-                    local = Scaled.of(parameter.grad.to_local())
-                    state["avg"] = DTensor.from_local(
-                        local, parameter.device_mesh, parameter.placements, run_check=False
-                    )
-                    continue
-                grad = parameter.grad
-                old = state["avg"].whole() if "avg" in state else torch.zeros_like(grad)
-                state["avg"] = Scaled.of(0.9 * old + grad)
-                parameter.add_(state["avg"].whole(), alpha=-group["lr"])

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import itertools
 import json
 import os
-import stat
 import subprocess
 import sys
-import tempfile
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,13 +17,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from checkpoint import checkpointer_ranks
-from checkpoint.kill_points import kill_at_every_step
-from checkpoint.parts import tree
 from checkpoint.sharded_parts import same, small_model, states, trained
-from forked import run_forked
-from storage.local_store import LocalObjectStore
 from storage.servers.seaweedfs import S3Server
-from torch.optim import SGD, AdamW
+from torch.optim import AdamW
 
 from composerlite.callbacks import CheckpointSaver
 from composerlite.checkpoint import (
@@ -37,10 +29,7 @@ from composerlite.checkpoint import (
     load_model_and_optim_state,
     save_model_and_optim_state,
     save_safetensors,
-    save_state_dict,
 )
-from composerlite.checkpoint.place.bucket import Bucket
-from composerlite.checkpoint.place.directory import StepFolder
 from composerlite.checkpoint.record.record import unseal_index
 from composerlite.errors import (
     CheckpointExistsError,
@@ -290,91 +279,6 @@ def test_a_configuration_is_plain_data() -> None:
     assert CheckpointMetadata.from_json(CheckpointMetadata(ephemeral=True).to_json(), "x").ephemeral
 
 
-# ── failures ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_failed_save_leaves_nothing_and_the_same_step_is_saved_again(mount: Callable[[str], Path]) -> None:
-    """The disk's error comes out of the future; no checkpoint, no rest of one; other steps stand.
-
-    A step that is to be replaced is deleted before: its files have fixed names.
-    """
-    disk = mount("size=700k")
-    small, large = small_model(), small_model(width=500)
-    checkpointer = Checkpointer(save_overwrite=True)
-    checkpointer.save(disk / "step1", small, {"step": 1})
-    future = checkpointer.save_async(disk / "step2", large, {"step": 2})
-    with pytest.raises(OSError, match="No space left"):
-        future.result(60)
-    assert [path.name for path in disk.iterdir()] == ["step1"]
-    assert Checkpointer.latest_checkpoint(disk) == str(disk / "step1")
-    assert checkpointer.load(disk / "step1", small) == {"step": 1}
-    with pytest.raises(OSError, match="No space left"):
-        checkpointer.save(disk / "step1", large, {"step": 1})
-    assert list(disk.iterdir()) == []
-    checkpointer.save(disk / "step1", small, {"step": 1})
-    assert checkpointer.load(disk / "step1", small) == {"step": 1}
-    checkpointer.save_async(disk / "step2", small, {"step": 2}).result(60)
-    assert Checkpointer.latest_checkpoint(disk) == str(disk / "step2")
-
-
-@pytest.fixture
-def memory_folder(tmp_path: Path) -> Iterator[Path]:
-    """A folder in which nothing waits for a disk, where the machine has one."""
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else tmp_path) as folder:
-        yield Path(folder)
-
-
-def kill_background_saves(root: str) -> None:
-    """Save ``step1`` and ``step2``, the second killed at every third step that is not the training thread's.
-
-    In ``again`` there is a ``step2`` before, which it replaces: it deletes that first.
-    """
-    torch.set_num_threads(1)
-    second = False
-
-    def save(folder: Path) -> None:
-        nonlocal second
-        model = small_model()
-        optim = SGD(model.parameters(), lr=0.1)
-        checkpointer = Checkpointer(save_overwrite=True)
-        for step in (1, 2):
-            with torch.no_grad():
-                next(model.parameters()).fill_(step)
-            if step == 2 and folder.parent.name == "again":
-                checkpointer.save(folder / "step2", (model, optim), {"step": 2, "old": True})
-            second = step == 2
-            checkpointer.save_async(folder / f"step{step}", (model, optim), {"step": step, "old": False}).result()
-
-    for kind in ("first", "again"):
-        kill_at_every_step(
-            Path(root, kind),
-            save,
-            stride=3,
-            when=lambda: second and threading.current_thread() is not threading.main_thread(),
-        )
-
-
-def test_a_kill_behind_training_leaves_the_step_before(memory_folder: Path) -> None:
-    """At whatever file it came: the latest is whole, a new process goes on from it, and saves the same step again.
-
-    A step that the killed save was to replace is gone, and the one before is the latest.
-    """
-    done = run_forked(kill_background_saves, str(memory_folder), cwd=memory_folder)
-    assert done.returncode == 0, done.stderr
-    outcomes: dict[str, set[Any]] = {"first": set(), "again": set()}
-    model = small_model()
-    checkpointer = Checkpointer(save_overwrite=True)
-    for folder in memory_folder.glob("*/step*"):
-        latest = Checkpointer.latest_checkpoint(folder)
-        found = checkpointer.load(latest, model)
-        assert found is not None
-        assert next(model.parameters()).unique().tolist() == [found["step"]]
-        outcomes[folder.parent.name].add((found["step"], found["old"]))
-        checkpointer.save(folder / "step2", model, {"step": 2})
-        assert sorted(path.name for path in folder.iterdir()) == ["step1", "step2"], folder
-    assert outcomes == {"first": {(1, False), (2, False)}, "again": {(1, False), (2, False)}}
-    assert len(done.stdout.splitlines()) >= 8
-
-
 # ── ranks ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_ranks_save_and_load_together(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Two ranks save and load shards; a failure of one is that of both; plans are used again only for the same; and
@@ -407,7 +311,6 @@ def test_a_killed_rank_is_named_and_the_step_before_stands(tmp_path: Path) -> No
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step1", "step2"]
 
 
-# ── a real service ───────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_uri_is_as_good_as_a_folder(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Save, find, load, replace, and save again what a killed save has left, at s3://."""
     monkeypatch.setenv("S3_ENDPOINT_URL", s3_server.endpoint_url)
@@ -440,45 +343,3 @@ def test_a_uri_is_as_good_as_a_folder(s3_server: S3Server, monkeypatch: pytest.M
         checkpointer.write_file(f"{run}/step10", "config.json", "{}")
     Checkpointer(save_overwrite=True).save(f"{run}/step10", other, {"step": 11})
     assert checkpointer.load(f"{run}/step10", other) == {"step": 11}
-
-
-def test_an_error_after_the_marker_leaves_the_step_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder that cannot be flushed then fails the save, but there is a checkpoint by then: its files stay."""
-    marker, flush = tmp_path / "step1/.metadata.json", os.fsync
-
-    def broken(file: int) -> None:
-        if stat.S_ISDIR(os.fstat(file).st_mode) and marker.exists():
-            raise OSError(errno.EIO, "Input/output error")
-        flush(file)
-
-    monkeypatch.setattr(os, "fsync", broken)
-    with pytest.raises(OSError, match="Input/output"):
-        Checkpointer().save(tmp_path / "step1", small_model(), {"value": 1})
-    assert Checkpointer().load(tmp_path / "step1", small_model(seed=1)) == {"value": 1}
-
-
-# ── what others have where a step is saved ───────────────────────────────────────────────────────────────────────────
-def test_a_save_leaves_what_others_have_below_its_prefix(tmp_path: Path) -> None:
-    """Objects in ``train`` and ``model_and_optim`` that no step has stay, and so does a checkpoint."""
-    save_state_dict(tmp_path / "run" / "ema", {"x": torch.ones(2)})
-    for name in ("train/data-000.bin", "model_and_optim/readme.md", "model_and_optim-old/a"):
-        (tmp_path / "run" / name).parent.mkdir(exist_ok=True)
-        (tmp_path / "run" / name).write_text("mine")
-    before = tree(tmp_path / "run")
-    with Bucket.of(LocalObjectStore(tmp_path), "") as bucket:
-        step = StepFolder(bucket, "run")
-        step.check_free(overwrite=False)
-        step.uncommit()
-    assert tree(tmp_path / "run") == before
-
-
-def test_a_model_that_was_saved_alone_is_not_replaced_unasked(tmp_path: Path) -> None:
-    """A step has its model under that name: to save one there needs ``save_overwrite``."""
-    model = torch.nn.Linear(1, 1)
-    save_state_dict(tmp_path / "run" / "model_and_optim", {"x": torch.ones(2)})
-    before = tree(tmp_path / "run")
-    with pytest.raises(CheckpointExistsError, match="holds a checkpoint"):
-        Checkpointer().save(tmp_path / "run", model, {"value": 1})
-    assert tree(tmp_path / "run") == before
-    Checkpointer(save_overwrite=True).save(tmp_path / "run", model, {"value": 1})
-    assert (tmp_path / "run" / ".metadata.json").is_file()

@@ -92,7 +92,6 @@ def test_weights_are_taken_alone(name: str) -> None:
         assert not run.state.optimizers[0].state
 
 
-# ── averages ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 PLAIN = json.loads((DATA / "torch/expected.json").read_text())["losses"]
 """What a run without dropout and clipping has; an average beside it changes nothing."""
 
@@ -130,19 +129,6 @@ def test_the_average_of_ema_is_restored(tmp_path: Path, change: Callable[[StateD
     assert losses.found == pytest.approx(PLAIN, rel=1e-5)
 
 
-def test_a_run_without_ema_goes_on_with_trained_weights(caplog: pytest.LogCaptureFixture) -> None:
-    """The average is listed as not restored. Weights alone are what Composer has saved as the model, the average."""
-    losses = Losses()
-    with resumed(FILES / "ema.pt", losses, 0.0, algorithms=[]) as run:
-        run.fit()
-    assert losses.found == pytest.approx(PLAIN, rel=1e-5)
-    assert "a state of 'EMA' in algorithms, and the run has no EMA" in caplog.text
-    saved = read_checkpoint(FILES / "ema.pt")["state"]["model"]
-    with resumed(FILES / "ema.pt", load_weights_only=True, algorithms=[]) as run:
-        own = run.state.model.state_dict()
-        assert all(torch.equal(own[name], tensor) for name, tensor in saved.items())
-
-
 def test_the_average_of_swa_is_restored() -> None:
     """As many samples as Composer had, and the same average; training goes on with the same losses."""
     ((_, saved),) = read_checkpoint(FILES / "swa.pt")["state"]["algorithms"]
@@ -177,7 +163,6 @@ def test_an_average_in_an_unknown_form_is_refused_with_the_way_out(
         resumed(tmp_path / "other.pt", algorithms=[algorithm])
 
 
-# ── back to Composer ─────────────────────────────────────────────────────────────────────────────────────────────────
 def saved_for_composer(folder: Path, losses: Losses, **more: Any) -> None:
     """Train as make_fixtures.py does, and save with save_compat='composer'."""
     how = {"save_folder": str(folder), "save_interval": f"{SAVED}ba", "save_compat": "composer", "seed": 5}
@@ -196,23 +181,12 @@ def test_what_is_saved_for_composer_has_the_form_that_it_loads(tmp_path: Path) -
     assert ours["optimizers"]["AdamW"].keys() == theirs["optimizers"]["AdamW"].keys()
 
 
-def test_what_is_saved_for_composer_resumes_here_too(tmp_path: Path) -> None:
-    """Exactly; and save_ignore_keys leaves out what it names."""
-    whole, rest = Losses(), Losses()
-    saved_for_composer(tmp_path, whole, save_ignore_keys=["state/integrations"])
-    assert "integrations" not in read_checkpoint(tmp_path / FILE.name)["state"]
-    with resumed(tmp_path / FILE.name, rest, callbacks=[SpeedMonitor(2)]) as run:
-        run.fit()
-    assert rest.found == whole.found[SAVED:]
-
-
 def test_another_system_to_save_for_is_refused(tmp_path: Path) -> None:
     """Before training."""
     with pytest.raises(ConfigError, match=r"save_compat='olmo': expected 'composer' or None"):
         saved_for_composer(tmp_path, Losses(), save_compat="olmo")
 
 
-# ── versions of Composer ─────────────────────────────────────────────────────────────────────────────────────────────
 def algorithms_as_dict(contents: StateDict) -> None:
     contents["state"]["algorithms"] = dict(contents["state"]["algorithms"])
 
@@ -293,7 +267,6 @@ def test_another_optimizer_is_refused() -> None:
         assert int(run.state.timestamp.batch) == SAVED
 
 
-# ── classes of Composer in a pickle ──────────────────────────────────────────────────────────────────────────────────
 UNIT = enum.Enum("TimeUnit", {"BATCH": "ba"}, module="composer.core.time")
 
 

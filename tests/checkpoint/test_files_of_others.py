@@ -12,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from test_newest_good import TEMPLATE, save_batch
+from test_candidates import TEMPLATE, save_batch
 
 from composerlite.checkpoint import Catalog
 from composerlite.checkpoint.load.candidates import RunPlace
@@ -98,43 +98,6 @@ def test_a_link_of_somebody_else_is_neither_removed_nor_turned(tmp_path: Path) -
     path = save_batch(tmp_path, 1, latest=None)
     assert resumed(tmp_path) == path
     assert {name: str((tmp_path / name).readlink()) for name in links} == links
-
-
-def test_a_copy_made_by_hand_stays(tmp_path: Path) -> None:
-    """A copy under another name, of the run's or not, is no checkpoint of the run and no damage."""
-    path = save_batch(tmp_path, 1)
-    for name in ("best.pt", "ba7.pt", "kept/ba9.pt"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        shutil.copy(path, tmp_path / name)
-    before = sorted(tmp_path.rglob("*"))
-    assert resumed(tmp_path) == path
-    assert [manifest.name for manifest in Catalog(tmp_path).manifests()] == ["ba1.pt"]
-    assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_what_was_set_aside_before_stays(tmp_path: Path) -> None:
-    """A second damaged checkpoint of one name, file or directory, gets a name of its own beside the first."""
-    save_batch(tmp_path, 1)
-    for content in (b"first", b"second", b"third"):
-        save_batch(tmp_path, 2, overwrite=True).write_bytes(content)
-        assert resumed(tmp_path) == tmp_path / "ba1.pt"
-    assert sorted(path.read_bytes() for path in tmp_path.glob("ba2.pt.damaged*")) == [b"first", b"second", b"third"]
-
-
-def test_a_link_in_the_place_of_data_is_not_followed_when_it_goes(tmp_path: Path) -> None:
-    """Retention leaves the link, which somebody made, and the file that the link leads to."""
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    folder = tmp_path / "run"
-    moved = save_batch(folder, 1)
-    catalog = Catalog(folder)
-    (manifest,) = catalog.manifests()
-    moved.rename(elsewhere / "ba1.pt")
-    moved.symlink_to(elsewhere / "ba1.pt")
-    catalog.verify(manifest)
-    delete_checkpoint(catalog.place, manifest)
-    assert (elsewhere / "ba1.pt").exists()
-    assert moved.is_symlink()
 
 
 def _snapshot(folder: Path, names: list[str]) -> list[object]:

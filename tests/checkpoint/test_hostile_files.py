@@ -100,7 +100,6 @@ def test_the_parts_of_these_files_are_sound(tmp_path: Path) -> None:
     assert loaded["state"]["x"].tolist() == [0, 1, 2, 3]
 
 
-# ── code ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 CODE = {
     "os.system": lambda made: call("os.system", text(f"touch {made}")),
     "posix.system": lambda made: call("posix.system", text(f"touch {made}")),
@@ -170,7 +169,6 @@ def test_a_dtype_cannot_lie_about_what_it_holds(tmp_path: Path) -> None:
         read_checkpoint(archive(tmp_path, holding(P.MARK + word + longer + P.BINGET + b"\1" + longer + P.TUPLE)))
 
 
-# ── memory and time ──────────────────────────────────────────────────────────────────────────────────────────────────
 def bomb(start: bytes, step: bytes, times: int) -> bytes:
     """A value that is made from the one before, again and again."""
     keep = P.BINPUT + b"\1" + P.POP
@@ -230,7 +228,6 @@ def test_what_unfolds_without_bound_is_refused(tmp_path: Path, what: bytes) -> N
         read_checkpoint(path)
 
 
-# ── tensors ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 TENSORS: dict[str, bytes] = {
     "longer than its storage": tensor(shape=(5,)),
     "beyond it by its offset": tensor(offset=1),
@@ -276,7 +273,6 @@ def test_no_tensor_reaches_beyond_its_bytes(tmp_path: Path, what: bytes) -> None
         read_checkpoint(archive(tmp_path, holding(what), storages))
 
 
-# ── archives ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_zip_bomb_is_not_unpacked(tmp_path: Path) -> None:
     """torch stores its records as they are: one that is compressed is refused unread."""
     path = tmp_path / "bomb.pt"
@@ -382,7 +378,6 @@ def test_an_archive_without_a_pickle_is_refused(tmp_path: Path) -> None:
             read_checkpoint(path)
 
 
-# ── contents ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 FORMS: list[Any] = [
     None, 5, "text", [], [1], {"a": 1}, {1: 2}, {"SGD": 3}, {"SGD": {}}, {"SGD": {"state": 1, "param_groups": [1]}},
     {"SGD": {"state": {"weight": 1}, "param_groups": [{"params": ["weight", "bias"]}]}}, {"weight": 1, "bias": 2},
@@ -412,14 +407,12 @@ def refusal(path: Path, state: State) -> str | None:
     return None
 
 
-# ── what is good is loaded ───────────────────────────────────────────────────────────────────────────────────────────
 def test_members_of_our_enumerations_are_loaded(tmp_path: Path) -> None:
-    """Those of users as soon as they are allowed by name: see ``test_trust``."""
+    """Those of users as soon as they are allowed by name: see ``test_loading``."""
     torch.save({"state": {"precision": Precision.AMP_BF16}}, tmp_path / "enum.pt")
     assert read_checkpoint(tmp_path / "enum.pt")["state"]["precision"] is Precision.AMP_BF16
 
 
-# ── chance ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def rich_checkpoint(folder: Path) -> None:
     """A small file with everything that a checkpoint may hold."""
     what: list[Any] = [

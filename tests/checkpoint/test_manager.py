@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import errno
-import logging
 import os
 import re
 import signal
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -104,13 +101,6 @@ def test_a_finished_loop_restores_its_end_and_damage_is_skipped(
     Loop().model.load_state_dict(contents["model"])
 
 
-def test_poll_returns_what_happened(tmp_path: Path) -> None:
-    """Synchronous saves: everything is known at once, in order."""
-    events = Loop().train(tmp_path, keep=1, options={"asynchronous": False})
-    assert events[:3] == ["begun step3.pt", "committed step3.pt", "begun step6.pt"]
-    assert events.count("deleted step6.pt") == 1
-
-
 def test_an_ephemeral_checkpoint_is_deleted_when_there_is_a_newer_one(tmp_path: Path) -> None:
     """Also in a loop that keeps all others."""
     loop = Loop()
@@ -132,18 +122,6 @@ def test_the_link_to_the_newest_never_leads_to_a_file_that_is_gone(left: str, tm
     with CheckpointManager(tmp_path, progress=progress) as checkpoints:
         assert checkpoints.restore() == (1 if left == "older" else 0)
         assert latest.exists() == latest.is_symlink() == (left == "older")
-
-
-def test_a_tolerated_failure_of_a_synchronous_save_is_no_save(tmp_path: Path) -> None:
-    """The call that fails returns None, and the next one is whole."""
-    loop = Loop()
-    options = {"asynchronous": False, "failure_limit": 1}
-    with CheckpointManager(tmp_path, options=options, **loop.parts) as checkpoints:
-        checkpoints.restore()
-        with mock.patch.object(os, "fsync", side_effect=OSError(errno.EIO, "the disk")):
-            assert checkpoints.save(1) is None
-        assert checkpoints.save(2) is not None
-    assert [path.name for path in tmp_path.glob("step*")] == ["step2.pt"]
 
 
 def test_a_failed_save_is_raised_in_the_loop(tmp_path: Path) -> None:
@@ -198,15 +176,6 @@ def test_parts_that_differ_are_listed(tmp_path: Path) -> None:
     assert torch.equal(before, next(other.model.parameters()))
 
 
-def test_a_part_of_another_kind_is_refused(tmp_path: Path) -> None:
-    """A dict that was a module when the run was saved."""
-    Loop().train(tmp_path)
-    parts = {**Loop().parts, "model": {}}
-    with CheckpointManager(tmp_path, **parts) as checkpoints, pytest.raises(IncompatibleCheckpointError) as raised:
-        checkpoints.restore()
-    assert "the part 'model' was a module or an optimizer, and is not one now" in str(raised.value)
-
-
 def test_misuse_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
     """Options, parts, and the order of calls."""
     loop = Loop()
@@ -228,22 +197,6 @@ def test_misuse_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
         checkpoints.restore()
         with pytest.raises(ConfigError, match=re.escape("save(None): expected the number of steps")):
             checkpoints.save()
-
-
-def test_one_save_at_a_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The next save waits, and its report counts the seconds."""
-    caplog.set_level(logging.DEBUG)
-    model = nn.Linear(1 << 12, 1 << 11)
-    with CheckpointManager(tmp_path, keep=2, model=model) as checkpoints:
-        checkpoints.restore()
-        step = 1
-        checkpoints.save(step)
-        while "for the save of" not in caplog.text and step < 20:
-            step += 1
-            checkpoints.save(step)
-    report = checkpoints.outcomes.reports[-1]
-    assert re.search(rf"waited .* for the save of step{step - 1}.pt to end", caplog.text)
-    assert 0 < report.seconds["waiting"] <= report.seconds["stall"] <= report.seconds["total"]
 
 
 @pytest.mark.parametrize("sharded", [False, True])

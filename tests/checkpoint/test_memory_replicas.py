@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ from checkpoint.replica_ranks import file_of, own, replicas
 
 from composerlite.checkpoint import Catalog
 from composerlite.checkpoint.place.commit import delete_checkpoint
-from composerlite.testing import run_ranks, run_ranks_to_the_end
+from composerlite.testing import run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -121,28 +120,6 @@ def test_what_is_lost_with_its_replica_is_not_resumed_from(
     assert reason in " ".join(told[0]["skipped"])
 
 
-def test_a_part_that_is_damaged_on_its_way_costs_no_intact_part(tmp_path: Path, saved: Path) -> None:
-    """All ranks take the next source, the disk, and nothing of the newer checkpoint is deleted."""
-    nodes = shutil.copytree(saved, tmp_path / "nodes")
-    _lose_node(nodes)
-    told = run_ranks(replica_ranks.resumes_with_damaged_arrivals, 3, nodes, [0, 1, 2])
-    assert [rank["place"] for rank in told] == ["disk/ba1"] * 3
-    assert "was damaged on its way" in " ".join(told[0]["skipped"])
-    assert replica_ranks.state_of(nodes, 0) == ([("ba3", 0)], [("ba3", 2)])
-    assert replica_ranks.state_of(nodes, 2) == ([("ba3", 2)], [("ba3", 1)])
-    assert [path for path in nodes.rglob("*") if ".tmp-" in path.name] == []
-
-
-def test_a_run_whose_only_checkpoint_was_lost_with_a_node_starts_over(tmp_path: Path, saved: Path) -> None:
-    """As one does whose memory was lost altogether; the log says what is there, and for which ranks it is not."""
-    nodes = shutil.copytree(saved, tmp_path / "nodes")
-    _lose_neighbours_but_first(nodes)
-    shutil.rmtree(nodes / "disk")
-    told = run_ranks(replica_ranks.resumes, 3, nodes, [0, 1, 2])
-    assert [rank["place"] for rank in told] == ["None"] * 3
-    assert "visible to rank 0 but not to the ranks [1, 2]" in " ".join(told[0]["skipped"])
-
-
 def test_another_number_of_nodes_has_all_parts(tmp_path: Path, saved: Path) -> None:
     """The part of the lost node stays with its replica; new nodes get the index, in whatever order nodes come."""
     fewer = shutil.copytree(saved, tmp_path / "fewer")
@@ -159,43 +136,3 @@ def test_another_number_of_nodes_has_all_parts(tmp_path: Path, saved: Path) -> N
     told = run_ranks(replica_ranks.resumes, 4, more, [0, 5, 6, 2])
     assert [rank["place"] for rank in told] == ["run/ba3"] * 4
     assert [rank["own"] for rank in told] == [[("ba3", number)] for number in (0, 3, 3, 1)]
-
-
-def test_a_file_is_brought_to_the_first_rank(tmp_path: Path) -> None:
-    """The checkpoint of a replicated model is in the memory of one node and a replica; large files come in pieces."""
-    saves = functools.partial(replica_ranks.saves, sharded=False, size_bytes=replica_ranks.SIZE_BYTES)
-    for rank, told in enumerate(run_ranks(saves, 3, tmp_path, [2])):
-        assert told == [[("ba2", None)] if rank == 0 else [], [("ba2", None)] if rank == 1 else [], [""]]
-    moved = run_ranks(replica_ranks.resumes, 2, shutil.copytree(tmp_path, tmp_path.with_name("moved")), [2, 0])
-    assert [told["own"] for told in moved] == [[("ba2", None)]] * 2
-    _lose(tmp_path, 0)
-    for rank, told in enumerate(run_ranks(replica_ranks.resumes, 3, tmp_path, [0, 1, 2])):
-        assert told["place"] == "run/ba2"
-        assert told["own"] == ([("ba2", None)] if rank == 0 else [])
-
-
-def test_no_more_is_sent_than_the_network_is_to_carry(tmp_path: Path) -> None:
-    """More than 2,005 bytes at 4,010 bytes per second take half a second at least, however fast the machine is."""
-    assert all(seconds >= 0.5 for seconds in run_ranks(replica_ranks.saves_slowly, 2, tmp_path, 4010.0))
-
-
-@pytest.mark.parametrize(("victim", "method"), [(1, "verify"), (1, "adopt"), (0, "delete")])
-def test_a_kill_while_a_replica_comes_leaves_the_one_before(tmp_path: Path, victim: int, method: str) -> None:
-    """A node that dies when all has come, before it is verified, before it counts, or before the old one is removed
-    has a whole replica, and no leftovers after the next start."""
-    outcomes = run_ranks_to_the_end(replica_ranks.saves_and_dies, 2, tmp_path, victim, method)
-    assert "was killed by SIGKILL" in str(outcomes[victim].error)
-    there = [m.batch for m in replicas(tmp_path, victim).manifests()]
-    assert there == ([1, 2] if method == "delete" else [1])
-    for told in run_ranks(replica_ranks.resumes, 2, tmp_path, [0, 1]):
-        assert told["place"] == "run/ba2"
-    assert [path for path in tmp_path.rglob("*") if ".tmp-" in path.name] == []
-
-
-def test_a_replica_that_cannot_be_kept_is_nobody_elses_failure(tmp_path: Path) -> None:
-    """Its node says why, the others have theirs, and the next one comes again."""
-    told = run_ranks(functools.partial(replica_ranks.saves, in_the_way="ba2"), 2, tmp_path, [2, 3])
-    assert told[0] == [[("ba2", 0), ("ba3", 0)], [("ba3", 1)], ["", ""]]
-    assert told[1][1] == [("ba3", 0)]
-    assert "NotADirectoryError" in told[1][2][0]
-    assert told[1][2][1] == ""

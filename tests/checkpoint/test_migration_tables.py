@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -155,7 +154,6 @@ def _found(run: Any) -> dict[str, Any]:
     }
 
 
-# ── what is not restored ─────────────────────────────────────────────────────────────────────────────────────────────
 def _lightning(folder: Path) -> Path:
     contents = torch.load(DATA / "lightning/step6.ckpt", weights_only=False)
     contents["lr_schedulers"].append(contents["lr_schedulers"][0])
@@ -225,7 +223,6 @@ def test_what_is_not_restored_is_logged(row: str, tmp_path: Path, caplog: pytest
     assert set(words) <= set(left), line
 
 
-# ── names of tests ───────────────────────────────────────────────────────────────────────────────────────────────────
 def test_every_cell_has_a_test() -> None:
     """Every row and column of the tables is checked above or names a test that exists."""
     for row in IN:
@@ -242,10 +239,3 @@ def test_every_cell_has_a_test() -> None:
         file, _, name = test.partition("::")
         functions = [one.name for one in ast.parse((TESTS / file).read_text()).body if isinstance(one, ast.FunctionDef)]
         assert name in functions, test
-
-
-def test_the_page_says_where_its_tests_are() -> None:
-    """The files that it names exist."""
-    named = re.findall(r"`(tests/\S+\.py|test_\w+\.py)`", (PAGES / "README.md").read_text())
-    assert named
-    assert all((TESTS / Path(name).name).is_file() for name in named)

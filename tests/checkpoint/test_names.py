@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from hypothesis import assume, given
-from hypothesis import strategies as st
 from parts import new_state
 
 from composerlite.checkpoint.record.naming import (
     PartialFilePath,
     check_template,
-    check_variables,
-    format_name_with_dist,
     format_name_with_dist_and_time,
     get_save_filename,
     names_ahead,
@@ -54,16 +48,6 @@ def test_every_variable_is_filled_in(variable: str, value: object) -> None:
     template = f"a{{{variable}}}-{{{variable}}}.pt"
     assert format_name_with_dist_and_time(template, "my-run", NOW) == f"a{value}-{value}.pt"
     assert format_name_with_dist_and_time(f"{{{variable}:>6}}", "my-run", NOW) == f"{value:>6}"
-
-
-@pytest.mark.usefixtures("_ranks")
-def test_folders_have_no_time() -> None:
-    """A folder of checkpoints is the same all through the run."""
-    assert format_name_with_dist("{run_name}/{rank}-of-{world_size}", "my-run") == "my-run/5-of-8"
-    with pytest.raises(ConfigError, match=r"\{epoch\} is not a variable"):
-        format_name_with_dist("ep{epoch}", "my-run")
-    with pytest.raises(ConfigError, match=r"save_folder='ep\{epoch\}': \{epoch\} is not a variable"):
-        check_variables("ep{epoch}", argument="save_folder", allow_time=False)
 
 
 def test_a_state_has_a_name() -> None:
@@ -110,19 +94,6 @@ def test_names_that_cannot_be_used_are_refused_at_once(template: str) -> None:
         check_template(template, argument="save_filename")
 
 
-@pytest.mark.parametrize("template", ["{{literal}}-{epoch}.pt", "v1..2/ep{epoch:03d}.pt", "{total_wct:.0f}", "ünï.pt"])
-def test_unusual_names_that_can_be_used_are_taken(template: str) -> None:
-    """Braces that are doubled, dots within a name, formats of numbers, any letters."""
-    assert check_template(template, argument="save_filename") == template
-
-
-@pytest.mark.parametrize("folder", ["../runs/{run_name}", "/data/{run_name}", "."])
-def test_a_folder_may_be_anywhere(folder: str) -> None:
-    """It is the user's choice; only names below it must stay there."""
-    assert check_variables(folder, argument="save_folder", allow_time=False) == folder
-
-
-# ── what a run would overwrite later ─────────────────────────────────────────────────────────────────────────────────
 def conflict(name: str, template: str, now: Timestamp, run_name: str = "my-run") -> bool:
     """Whether a file ``name`` keeps a run that stands at ``now`` from starting."""
     return names_ahead([name], template, run_name, now) == [name]
@@ -168,14 +139,6 @@ def test_files_ahead_of_the_run_are_in_conflict(template: str, name: str, expect
     assert conflict(name, template, NOW) == expected
 
 
-@pytest.mark.parametrize("run_name", ["a+b", "a.b", "(1)", "[x]", "{x}", "a\\d", "$^|?*"])
-def test_a_run_may_have_any_name(run_name: str) -> None:
-    """What means something in patterns is taken as it is."""
-    name = format_name_with_dist_and_time("{run_name}-ep{epoch}.pt", run_name, later(epoch=4))
-    assert conflict(name, "{run_name}-ep{epoch}.pt", NOW, run_name)
-    assert not conflict(name, "{run_name}-ep{epoch}.pt", NOW, "ab")
-
-
 def test_the_error_says_what_is_there_and_what_to_do(tmp_path: Path) -> None:
     """The file, the folder, where the run stands, and every way out. What is looked at are the files below the folder,
     whoever wrote them."""
@@ -187,49 +150,3 @@ def test_the_error_says_what_is_there_and_what_to_do(tmp_path: Path) -> None:
     for part in ("'ep4/ba50.pt'", f"{str(tmp_path)!r}", "epoch 0", "batch 42", "load_path", "autoresume"):
         assert part in str(e.value)
     assert "save_overwrite=True" in str(e.value)
-
-
-STEPS = st.one_of(
-    st.just("epoch"),
-    st.tuples(st.integers(1, 3), st.integers(0, 3), st.integers(1, 10**8).map(lambda us: timedelta(microseconds=us))),
-)
-TOTALS = ("epoch", "batch", "sample", "token", "total_wct")
-WITHIN = ("batch_in_epoch", "sample_in_epoch", "token_in_epoch")
-OTHERS = ("run_name", "rank", "world_size", "batch_wct", "epoch_wct")
-
-
-def moments(steps: list[object]) -> list[Timestamp]:
-    """Where a run stands before and after each step."""
-    now = Timestamp()
-    stands = [now]
-    for step in steps:
-        now = now.to_next_epoch() if not isinstance(step, tuple) else now.to_next_batch(*step)
-        stands.append(now)
-    return stands
-
-
-@given(
-    steps=st.lists(STEPS, min_size=1, max_size=8),
-    variables=st.lists(st.sampled_from([*TOTALS, *WITHIN, *OTHERS]), min_size=1, max_size=4),
-    separators=st.lists(st.sampled_from(["-", "_ba", "/", ".", "+", "(", "[a]*"]), min_size=5, max_size=5),
-    data=st.data(),
-)
-def test_a_name_is_in_conflict_exactly_when_it_is_ahead(
-    steps: list[object], variables: list[str], separators: list[str], data: st.DataObject
-) -> None:
-    """Any two moments of any run, any name: the file of one is in the way of the other if it comes later.
-
-    A name that does not tell the two apart is never in the way: it is the run's own checkpoint.
-    """
-    stands = moments(steps)
-    saved, now = (data.draw(st.integers(0, len(stands) - 1), label=label) for label in ("saved", "now"))
-    template = "x" + "".join(itertools.chain(*zip(separators, (f"{{{v}}}" for v in variables), strict=False))) + ".pt"
-    assume(any(v in TOTALS for v in variables))
-
-    name = format_name_with_dist_and_time(template, "my-run", stands[saved])
-    a, b = stands[saved].state_dict(), stands[now].state_dict()
-    if any(a[v] != b[v] for v in variables if v in TOTALS):
-        expected = saved > now
-    else:
-        expected = [a[v] for v in WITHIN if v in variables] > [b[v] for v in WITHIN if v in variables]
-    assert conflict(name, template, stands[now]) == expected

@@ -9,8 +9,6 @@ from typing import Any
 import nested_ranks
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from composerlite.checkpoint import load_keys
@@ -46,16 +44,6 @@ def test_averages_of_a_spread_model_are_resumed_bit_for_bit(tmp_path: Path, spre
         assert any(after["sharded"])
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 3)])
-def test_averages_are_loaded_on_another_number_of_ranks(tmp_path: Path, before: int, after: int) -> None:
-    """What two ranks have averaged one goes on with, and the other way round."""
-    saved = run_ranks(nested_ranks.train, before, tmp_path, "fsdp" if before > 1 else "one", timeout=240)
-    for loaded in run_ranks(
-        nested_ranks.load, after, tmp_path / "resumed", "fsdp" if after > 1 else "one", timeout=240
-    ):
-        assert_same(loaded, saved[0]["saved"])
-
-
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_distributed_tensors_in_dicts_and_lists_are_saved_by_functions(tmp_path: Path) -> None:
     """Lists, keys that are no text: every rank's part is there, for other numbers of ranks, and for plain torch. In a
@@ -73,19 +61,3 @@ def test_distributed_tensors_in_dicts_and_lists_are_saved_by_functions(tmp_path:
     dcp_to_torch_save(tmp_path / "state", tmp_path / "state.pt")
     foreign = torch.load(tmp_path / "state.pt", weights_only=False)
     assert torch.equal(foreign["list"][0], told[0][0]["list"][0])
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_plain_torch_reads_averages_of_a_spread_model(tmp_path: Path) -> None:
-    """What others make of the directory of a run holds every number of the average."""
-    ends = run_ranks(nested_ranks.train, 2, tmp_path, "fsdp", timeout=240)[0]
-    (path,) = (tmp_path / "straight").glob("ep2*")
-    expected = ends["straight"]["algorithms"][0]["tensors"]
-    tensors = {f"state.algorithms.0.1.state.tensors.{name}": torch.empty_like(t) for name, t in expected.items()}
-    dcp.load(tensors, storage_reader=FileSystemReader(path), no_dist=True)
-    for name, tensor in expected.items():
-        assert torch.equal(tensors[f"state.algorithms.0.1.state.tensors.{name}"], tensor)
-    dcp_to_torch_save(path, tmp_path / "run.pt")
-    assert torch.load(tmp_path / "run.pt", weights_only=False)["state"]["run_name"] == "run"
-    (state,) = load_keys(path, ["state"])
-    assert_same(state["algorithms"][0][1]["state"]["tensors"], expected)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import shutil
 import struct
 from collections.abc import Callable, Sequence
@@ -28,13 +27,11 @@ from composerlite.checkpoint.format.torch_reader import TorchFile
 from composerlite.checkpoint.tools.reading import whole_contents
 from composerlite.checkpoint.tools.surveying import pointed
 from composerlite.errors import (
-    CheckpointNotFoundError,
     ConfigError,
     CorruptCheckpointError,
     IncompatibleCheckpointError,
     UntrustedCheckpointError,
 )
-from composerlite.storage import open_store
 
 DATA = Path(__file__).parents[1] / "data"
 SAVED, STEPS = 6, 26
@@ -255,14 +252,6 @@ def test_a_tied_weight_that_was_saved_once_is_loaded_under_all_names(tmp_path: P
         assert model.first.weight is model.second.weight is model.third.weight
 
 
-def test_what_is_not_taken_over_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """The keys that are left, and that nothing tells the time."""
-    with caplog.at_level("INFO", logger="composerlite"), trainer(DATA / "torch/checkpoint.pt"):
-        pass
-    assert "Loaded: model, optimizers, schedulers. Not loaded: epoch, step" in caplog.text
-    assert "does not record the training time" in caplog.text
-
-
 def test_what_is_not_recognised_says_what_would_be(tmp_path: Path) -> None:
     """The message lists the systems, and how to say where the parts are."""
     torch.save({"a": 1, "nets": {"x": torch.ones(2)}}, tmp_path / "other.pt")
@@ -343,26 +332,6 @@ def test_an_optimizer_that_names_its_parameters_is_taken_by_the_names(tmp_path: 
             assert torch.equal(own[name]["exp_avg"], optimizer.state[parameter]["exp_avg"])
 
 
-def test_names_that_fit_no_parameter_are_said_and_their_order_counts(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Names of the user's own say nothing here; those of another model are refused, with what differs."""
-    model, optimizer = stepped(REVERSED[::-1], named=True)
-    saved = optimizer.state_dict()
-    saved["param_groups"][0]["param_names"] = ["w1", "b1", "w2", "b2"]
-    torch.save({"model": model.state_dict(), "optimizer": saved}, tmp_path / "other.pt")
-    with trainer(tmp_path / "other.pt") as run:
-        own = run.state.get_optim_state_dict()["AdamW"]["state"]
-        first = next(iter(model.parameters()))
-        assert torch.equal(own["body.weight"]["exp_avg"], optimizer.state[first]["exp_avg"])
-    assert "'w1'" in caplog.text
-    assert "matching them by order" in caplog.text
-    saved["param_groups"][0]["param_names"] = ["body.weight", "body.bias", "w2", "b2"]
-    torch.save({"model": model.state_dict(), "optimizer": saved}, tmp_path / "other.pt")
-    with pytest.raises(IncompatibleCheckpointError, match=r"no saved state for: head\.bias, head\.weight.*load_ignore"):
-        trainer(tmp_path / "other.pt")
-
-
 def test_an_optimizer_in_another_order_is_refused(tmp_path: Path) -> None:
     """Without names the shapes tell: the message has the parameter, both shapes and the way out."""
     model, optimizer = stepped(REVERSED, named=False)
@@ -372,16 +341,6 @@ def test_an_optimizer_in_another_order_is_refused(tmp_path: Path) -> None:
         trainer(tmp_path / "other.pt")
 
 
-@pytest.mark.parametrize("count", [-1, 2.5, "6", None, [6], torch.ones(2), torch.tensor(-3)])
-def test_counts_that_are_none_are_refused(tmp_path: Path, count: Any) -> None:
-    """No run begins at a moment that never was."""
-    contents = torch.load(DATA / "torch/checkpoint.pt")
-    torch.save({**contents, "step": count}, tmp_path / "other.pt")
-    with pytest.raises(IncompatibleCheckpointError, match="training counts are invalid"):
-        trainer(tmp_path / "other.pt", load_key_map={"model": "model", "optimizer": "optimizer", "batch": "step"})
-
-
-# ── in part ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _less(name: str, *keys: str) -> Callable[[Path], Path]:
     """A copy of the file ``name`` without ``keys``, or of the folder without those files."""
 
@@ -472,52 +431,6 @@ def test_a_checkpoint_is_not_resumed_without_its_optimizer(tmp_path: Path, kind:
         assert not run.state.optimizers[0].state
 
 
-def test_the_optimizer_of_transformers_is_restored_without_its_step(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A folder without ``trainer_state.json``: the log says that nothing tells how far training was."""
-    path = _less("transformers/checkpoint-6", "trainer_state.json")(tmp_path)
-    with trainer(path, optimizer=grouped, scheduler=linear) as run:
-        assert run.state.optimizers[0].state
-        assert int(run.state.timestamp.batch) == 0
-    assert "does not record the training time" in caplog.text
-
-
-# ── DeepSpeed ────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_save_of_deepspeed_is_read_by_the_name_of_its_own_folder(tmp_path: Path) -> None:
-    """The folder of one save, whatever ``latest`` beside it says; and the one that ``latest`` names."""
-    shutil.copytree(DATA / "deepspeed/zero2/global_step6", tmp_path / "run/global_step6")
-    with trainer(tmp_path / "run/global_step6") as run:
-        check_weights(run.state.model, saved=of_deepspeed())
-    with pytest.raises(CheckpointNotFoundError, match="run"):
-        trainer(tmp_path / "run")
-    for damaged in ("gone", "../run/global_step6", "", "\xff", "global_step6/"):
-        (tmp_path / "run/latest").write_text(damaged)
-        with pytest.raises(CheckpointNotFoundError, match="run"):
-            trainer(tmp_path / "run")
-    (tmp_path / "run/latest").write_text("global_step6\n")
-    with trainer(tmp_path / "run") as run:
-        check_weights(run.state.model, saved=of_deepspeed())
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "layer_0_expert_1_mp_rank_00_model_states.pt",
-        "layer_00-model_00-model_states.pt",
-        "expp_rank_0_mp_rank_00_optim_states.pt",
-        "mp_rank_01_model_states.pt",
-    ],
-)
-def test_a_save_of_deepspeed_with_experts_or_split_layers_is_refused(name: str, tmp_path: Path) -> None:
-    """Without those files its weights would not be whole."""
-    folder = tmp_path / "global_step6"
-    shutil.copytree(DATA / "deepspeed/zero2/global_step6", folder)
-    shutil.copy(folder / "mp_rank_00_model_states.pt", folder / name)
-    with pytest.raises(IncompatibleCheckpointError, match="split over ranks cannot be read"):
-        trainer(folder)
-
-
 @pytest.mark.parametrize("name", ["bf16-2", "frozen-2", "frozen-3"])
 def test_a_save_of_deepspeed_in_bf16_or_with_frozen_layers_continues(name: str) -> None:
     """Weights in bf16 come with the fp32 that the optimizer has; what is frozen is whole, and in no group."""
@@ -533,24 +446,6 @@ def test_a_save_of_deepspeed_in_bf16_or_with_frozen_layers_continues(name: str) 
         assert bool(run.state.optimizers[0].state.get(model.body.weight)) is model.body.weight.requires_grad
         run.fit()
     assert losses.found == pytest.approx(expected, rel=0.02 if name.startswith("bf16") else 1e-5)
-
-
-def test_a_save_of_deepspeed_is_read_from_a_bucket(s3_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folder of all saves, or of one: as from a folder of this machine."""
-    for name, value in s3_server.environment.items():
-        monkeypatch.setenv(name, value)
-    bucket = f"s3://{s3_server.new_bucket()}"
-    with open_store(bucket) as store:
-        for path in (DATA / "deepspeed/zero2").rglob("*"):
-            if path.is_file():
-                store.upload_object(f"run/{path.relative_to(DATA / 'deepspeed/zero2')}", path)
-    expected = json.loads((DATA / "deepspeed/expected.json").read_text())["losses"]
-    for name in ("run", "run/global_step6"):
-        losses = Losses()
-        with trainer(f"{bucket}/{name}", losses) as run:
-            check_weights(run.state.model, saved=of_deepspeed())
-            run.fit()
-        assert losses.found == pytest.approx(expected, rel=1e-5)
 
 
 def plain_contents(path: Path) -> Any:
@@ -573,27 +468,6 @@ def _changed(end: str, change: Any) -> Any:
             torch.save(saved, path)
 
     return apply
-
-
-def _fuse(saved: dict[str, Any]) -> None:
-    """Optimizer states as those of DeepSpeed's FusedAdam: a number of steps, and settings of its own."""
-    inner = saved["optimizer_state_dict"]["base_optimizer_state"]
-    inner["param_groups"] = [
-        {key: group[key] for key in ("lr", "betas", "eps", "weight_decay", "params")} | {"bias_correction": True}
-        for group in inner["param_groups"]
-    ]
-    inner["state"][0]["step"] = 6
-
-
-def test_the_optimizer_of_deepspeed_itself_is_taken_for_adam(tmp_path: Path) -> None:
-    """Its FusedAdam has moments as AdamW has them, and other settings beside the rate."""
-    shutil.copytree(DATA / "deepspeed/zero1", tmp_path / "run")
-    _changed("optim_states.pt", _fuse)(tmp_path / "run/global_step6")
-    expected = json.loads((DATA / "deepspeed/expected.json").read_text())["losses"]
-    losses = Losses()
-    with trainer(tmp_path / "run", losses) as run:
-        run.fit()
-    assert losses.found == pytest.approx(expected, rel=1e-5)
 
 
 MODEL_STATES, OPTIM_STATES = "mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt"
@@ -663,24 +537,6 @@ def test_a_hostile_folder_of_deepspeed_is_refused(tmp_path: Path, kind: str) -> 
         trainer(tmp_path / "run")
 
 
-@pytest.mark.parametrize("state", [None, [], {}])
-def test_weights_of_deepspeed_are_not_taken_from_a_damaged_optimizer(tmp_path: Path, state: Any) -> None:
-    """In the model states are weights of half precision, or none at all."""
-    shutil.copytree(DATA / "deepspeed/zero1", tmp_path / "run")
-    _changed("optim_states.pt", lambda saved: saved.update(optimizer_state_dict=state))(tmp_path / "run/global_step6")
-    with pytest.raises(CorruptCheckpointError, match=r"no state of an optimizer|do not fit together"):
-        trainer(tmp_path / "run", load_weights_only=True)
-
-
-def test_one_file_of_zero_is_refused_with_the_way_out() -> None:
-    """Its weights are of lower precision, or in pieces: the folder has them whole."""
-    with pytest.raises(
-        IncompatibleCheckpointError, match=r"one file of a checkpoint of DeepSpeed's ZeRO.*Give the folder"
-    ):
-        trainer(DATA / "deepspeed/zero1/global_step6" / MODEL_STATES)
-
-
-# ── folders of torch files, and old files ────────────────────────────────────────────────────────────────────────────
 def bin_folder(folder: Path, files: dict[str, Any], index: Any = None) -> Path:
     """A folder of ``.bin`` files with their index."""
     folder.mkdir()
@@ -713,19 +569,6 @@ def test_a_folder_of_bin_files_is_read_by_its_index(tmp_path: Path) -> None:
         check_weights(run.state.model)
 
 
-def test_an_accelerate_folder_without_safetensors_is_read(tmp_path: Path) -> None:
-    """``safe_serialization=False``: weights in pytorch_model.bin, the rest as ever."""
-    shutil.copytree(DATA / "accelerate/state", tmp_path / "state")
-    (tmp_path / "state/model.safetensors").unlink()
-    torch.save(weights(), tmp_path / "state/pytorch_model.bin")
-    expected = json.loads((DATA / "accelerate/expected.json").read_text())["losses"]
-    losses = Losses()
-    with trainer(tmp_path / "state", losses, **WHOLE["accelerate"][1]) as run:
-        check_weights(run.state.model)
-        run.fit()
-    assert losses.found == pytest.approx(expected, rel=1e-5)
-
-
 HOSTILE_BINS: dict[str, tuple[Any, type[Exception], str]] = {
     "code": ({"body.bias": os.getcwd}, UntrustedCheckpointError, "getcwd"),
     "not by rows": (
@@ -750,28 +593,6 @@ def test_a_hostile_bin_file_is_refused(tmp_path: Path, kind: str) -> None:
         trainer(folder)
 
 
-@pytest.mark.parametrize("named", ["../other.bin", "/etc/passwd", "gone.bin", "pytorch_model.bin.index.json", 3])
-def test_an_index_of_bin_files_that_leads_elsewhere_is_refused(tmp_path: Path, named: Any) -> None:
-    """Whatever it names must be a .bin file beside it."""
-    torch.save(weights(), tmp_path / "other.bin")
-    with pytest.raises(CorruptCheckpointError, match="not a file in its folder"):
-        trainer(bin_folder(tmp_path / "run", halves(), {"weight_map": {"a": named}}))
-
-
-@pytest.mark.parametrize("trust", [False, True])
-def test_a_file_of_torch_before_1_6_is_refused(tmp_path: Path, trust: bool) -> None:
-    """It is no zip archive, in a folder, too."""
-    contents = torch.load(DATA / "torch/checkpoint.pt")
-    torch.save(contents, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    with pytest.raises(CorruptCheckpointError, match=r"format of torch\.save since torch 1\.6"):
-        trainer(tmp_path / "old.pt", trust_checkpoint=trust)
-    (tmp_path / "run").mkdir()
-    torch.save(weights(), tmp_path / "run/pytorch_model.bin", _use_new_zipfile_serialization=False)
-    with pytest.raises(CorruptCheckpointError, match=r"format of torch\.save since torch 1\.6"):
-        trainer(tmp_path / "run")
-
-
-# ── what is hostile ──────────────────────────────────────────────────────────────────────────────────────────────────
 def header(changed: Any = None, *, raw: bytes = b"", length: int | None = None, data: bytes = bytes(8)) -> bytes:
     """A file of safetensors with two numbers."""
     text = raw or json.dumps({"w": entry()} if changed is None else changed).encode()
@@ -848,17 +669,6 @@ def test_an_index_that_leads_out_of_its_folder_is_refused(tmp_path: Path, index:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CorruptCheckpointError, match=message):
         trainer(folder)
-
-
-@pytest.mark.parametrize("path", [(), ({}, "body.bias"), ("model", [], "body.bias"), ("model", 2.5), "model"])
-def test_a_path_of_keys_that_is_none_is_refused(tmp_path: Path, path: Any) -> None:
-    """What the index of DCP says of where a weight is in the nested state is text and numbers."""
-    shutil.copytree(DATA / "dcp/nested", tmp_path / "run")
-    index = pickle.loads((tmp_path / "run/.metadata").read_bytes())
-    index.planner_data["model.body.bias"] = path
-    (tmp_path / "run/.metadata").write_bytes(pickle.dumps(index))
-    with pytest.raises(CorruptCheckpointError, match=r"damaged or not an index"):
-        trainer(tmp_path / "run")
 
 
 def test_nothing_of_a_foreign_pickle_runs(tmp_path: Path) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -23,15 +21,12 @@ from composerlite.checkpoint import Catalog, Manifest
 from composerlite.checkpoint.load.candidates import RunPlace
 from composerlite.checkpoint.load.resume import choose
 from composerlite.checkpoint.place.bucket import Bucket
-from composerlite.checkpoint.place.commit import delete_checkpoint, fetch_checkpoint
-from composerlite.checkpoint.save.options import SaveOptions
-from composerlite.checkpoint.save.publish import Publisher
+from composerlite.checkpoint.place.commit import delete_checkpoint
 from composerlite.errors import (
     CheckpointExistsError,
-    CorruptCheckpointError,
     ObjectStoreTransientError,
 )
-from composerlite.storage import RetryPolicy, Transfer, Uploader
+from composerlite.storage import RetryPolicy, Transfer
 from composerlite.testing import Fault, FaultyStore
 
 LINK = "run/latest.pt"
@@ -72,7 +67,6 @@ def elsewhere(remote: Catalog, tmp_path: Path) -> Path | None:
     return choose([RunPlace(catalog, buckets=[RunPlace(remote, link=LINK)])], "run").path
 
 
-# ── publishing ───────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_published_checkpoint_is_found_and_whole(remote: Catalog, tmp_path: Path) -> None:
     """The newest is fetched with its bytes and committed, as if it had been saved there."""
     publish(remote, tmp_path, 1, 2, 10)
@@ -89,35 +83,6 @@ def test_the_link_is_an_object_that_composer_reads(remote: Catalog, store: Fault
     assert store.read_range(f"{LINK}.symlink", 0, 100) == b"run/ba1.pt"
 
 
-def test_the_file_comes_before_the_link(remote: Catalog, store: FaultyStore, tmp_path: Path) -> None:
-    """Its upload is the commit. Whoever follows the link can read the file."""
-    publish(remote, tmp_path, 1)
-    written = [name for verb, name in store.calls if verb in ("put_bytes", "upload_object")]
-    assert written == ["run/ba1.pt", f"{LINK}.symlink"]
-
-
-@pytest.mark.parametrize(
-    ("verb", "after", "expected"),
-    [
-        ("upload_object", 0, "ba1.pt"),
-        ("put_bytes", 0, "ba2.pt"),
-    ],
-)
-def test_a_publication_that_breaks_off_anywhere_leaves_the_one_before(
-    remote: Catalog, store: FaultyStore, tmp_path: Path, verb: str, after: int, expected: str
-) -> None:
-    """Whichever write is the last: the older checkpoint is found, or the newer where that had come to exist."""
-    publish(remote, tmp_path, 1)
-    store.faults = [Fault(verb=verb, after=after, times=99)]
-    manifest, path = saved(tmp_path, 2)
-    with pytest.raises(ObjectStoreTransientError):
-        publish_files(remote, manifest, {manifest.name: path}, link=LINK)
-    store.faults = []
-    assert elsewhere(remote, tmp_path) == tmp_path / "elsewhere" / expected
-    publish(remote, tmp_path, 3)
-    assert elsewhere(remote, tmp_path) == tmp_path / "elsewhere" / "ba3.pt"
-
-
 def test_another_checkpoint_of_that_name_is_not_replaced(remote: Catalog, tmp_path: Path) -> None:
     """One of another run is left as it is, unless it is to be overwritten; one of the same moment of the run is not."""
     publish(remote, tmp_path, 1)
@@ -131,30 +96,6 @@ def test_another_checkpoint_of_that_name_is_not_replaced(remote: Catalog, tmp_pa
     publish_files(remote, again, {again.name: path}, link=LINK)
 
 
-@pytest.mark.parametrize(
-    ("fault", "left"),
-    [
-        (Fault(verb="delete_object", error=lambda: PermissionError("AccessDenied")), [1, 2]),
-        (Fault(verb="delete_object", lost_answer=True), [2]),
-        (None, [2]),
-    ],
-    ids=["refused", "answer lost", "answered"],
-)
-def test_a_deletion_takes_the_file_or_leaves_it(
-    remote: Catalog, store: FaultyStore, tmp_path: Path, fault: Fault | None, left: list[int]
-) -> None:
-    """It is one request. There is nothing to complete after it, and nothing to remove."""
-    first, _ = publish(remote, tmp_path, 1, 2)
-    store.calls.clear()
-    store.faults = [] if fault is None else [fault]
-    with contextlib.nullcontext() if fault is None else pytest.raises((PermissionError, ObjectStoreTransientError)):
-        delete_checkpoint(remote.place, first)
-    assert [name for verb, name in store.calls if verb == "delete_object"] == ["run/ba1.pt"]
-    assert [one.batch for one in remote.manifests()] == left
-    assert remote.place.sweep(timedelta(), dry_run=True) == []
-
-
-# ── finding ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_three_requests_find_the_newest_of_any_number(remote: Catalog, store: FaultyStore, tmp_path: Path) -> None:
     """Where ``latest`` is good nothing is listed, however many checkpoints there are."""
     publish(remote, tmp_path, *range(1, 30))
@@ -163,17 +104,6 @@ def test_three_requests_find_the_newest_of_any_number(remote: Catalog, store: Fa
     assert newest is not None
     assert newest.batch == 29
     assert len(store.calls) <= 3
-
-
-def test_a_resume_reads_no_record_but_those_that_came_last(remote: Catalog, store: FaultyStore, tmp_path: Path) -> None:
-    """However many checkpoints there are. The weights of another saver came later than the newest."""
-    publish(remote, tmp_path, *range(1, 30))
-    manifest, path = saved(tmp_path / "weights", 29, template="weights-{batch}.pt", weights_only=True)
-    publish_files(remote, manifest, {manifest.name: path}, link="run/latest-weights.pt")
-    store.calls.clear()
-    assert elsewhere(remote, tmp_path) == tmp_path / "elsewhere" / "ba29.pt"
-    assert {name for _, name in store.calls if name.endswith(".pt")} == {"run/ba29.pt", "run/weights-29.pt"}
-    assert len(store.calls) <= 12
 
 
 @pytest.mark.parametrize("damage", ["flipped", "shorter", "gone", "record", "link"])
@@ -198,35 +128,6 @@ def test_a_damaged_newest_is_passed_over(
         assert "ba2.pt" in caplog.text
 
 
-def test_a_whole_one_comes_before_a_newer_part(remote: Catalog, tmp_path: Path) -> None:
-    """The latest was saved without its optimizer: the one before is taken, which no link names."""
-    publish(remote, tmp_path, 1)
-    manifest, path = saved(tmp_path, 2, ignore_keys=["state/optimizers"])
-    publish_files(remote, manifest, {manifest.name: path}, link=LINK)
-    assert elsewhere(remote, tmp_path) == tmp_path / "elsewhere" / "ba1.pt"
-
-
-def test_what_is_here_is_not_fetched(remote: Catalog, store: FaultyStore, tmp_path: Path) -> None:
-    """Of the same checkpoint here and in the bucket, the one here is taken."""
-    publish(remote, tmp_path, 1, 2)
-    store.calls.clear()
-    catalog = Catalog(tmp_path / "local")
-    assert (
-        choose([RunPlace(catalog, buckets=[RunPlace(remote, link=LINK)])], "run").path == tmp_path / "local" / "ba2.pt"
-    )
-    assert [verb for verb, name in store.calls if name == "run/ba2.pt"] == ["read_tail"], "only its record"
-
-
-def test_a_newer_one_here_wins(remote: Catalog, tmp_path: Path) -> None:
-    """A checkpoint that had not been uploaded is newer than what the bucket has."""
-    publish(remote, tmp_path, 1)
-    saved(tmp_path, 2)
-    catalog = Catalog(tmp_path / "local")
-    assert (
-        choose([RunPlace(catalog, buckets=[RunPlace(remote, link=LINK)])], "run").path == tmp_path / "local" / "ba2.pt"
-    )
-
-
 @pytest.mark.parametrize("error", [PermissionError("no"), ObjectStoreTransientError("away")])
 def test_a_bucket_that_cannot_be_read_is_not_empty(
     remote: Catalog, store: FaultyStore, tmp_path: Path, error: Exception
@@ -236,41 +137,6 @@ def test_a_bucket_that_cannot_be_read_is_not_empty(
     store.faults = [Fault(error=lambda: error, times=99)]
     with pytest.raises(type(error)):
         elsewhere(remote, tmp_path)
-
-
-def test_a_fetch_that_fails_commits_nothing(remote: Catalog, store: FaultyStore, tmp_path: Path) -> None:
-    """Bytes that differ are never a checkpoint here."""
-    (manifest,) = publish(remote, tmp_path, 1)
-    data = bytearray(store.read_range("run/ba1.pt", 0, 1 << 20))
-    data[100] ^= 1
-    store.put_bytes("run/ba1.pt", bytes(data))
-    catalog = Catalog(tmp_path / "elsewhere")
-    with pytest.raises(CorruptCheckpointError, match=r"ba1\.pt"):
-        fetch_checkpoint(remote.place, manifest, catalog.place)
-    assert catalog.manifests() == []
-    assert list(catalog.files()) == []
-
-
-# ── what a review found ──────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_damaged_newest_is_passed_over_for_the_next_in_the_bucket(
-    remote: Catalog, store: FaultyStore, tmp_path: Path
-) -> None:
-    """An older checkpoint on the disk does not win over a newer good one in the bucket."""
-    publish(remote, tmp_path, 10, 20, 30)
-    data = bytearray(store.read_range("run/ba30.pt", 0, 1 << 20))
-    data[len(data) // 2] ^= 1
-    store.put_bytes("run/ba30.pt", bytes(data))
-    save_batch(tmp_path / "elsewhere", 10)
-    assert elsewhere(remote, tmp_path) == tmp_path / "elsewhere" / "ba20.pt"
-
-
-def test_what_is_there_is_not_sent_again(remote: Catalog, store: FaultyStore, tmp_path: Path) -> None:
-    """Publishing the same checkpoint once more moves the link and no data."""
-    (manifest,) = publish(remote, tmp_path, 1)
-    store.calls.clear()
-    publish_files(remote, manifest, {manifest.name: tmp_path / "local" / "ba1.pt"}, link=LINK)
-    written = [name for verb, name in store.calls if verb in ("upload_object", "put_bytes")]
-    assert written == [f"{LINK}.symlink"]
 
 
 @pytest.mark.parametrize("part_bytes", [None, 4000], ids=["whole", "in parts"])
@@ -304,69 +170,11 @@ def test_one_of_two_runs_gets_a_name(store: FaultyStore, tmp_path: Path, part_by
     assert list(store.unfinished_parts("")) == []
 
 
-def test_one_checkpoint_may_be_published_twice_at_once(remote: Catalog, store: FaultyStore, tmp_path: Path) -> None:
-    """A run that is begun again where it failed finds its own upload under way, and both end well."""
-    store.faults = [Fault(verb="upload_object", error=None, seconds=0.5, times=1)]
-    manifest, path = saved(tmp_path, 1)
-    with ThreadPoolExecutor(1) as pool, Transfer(store) as transfer:
-        again = Catalog(Bucket(transfer, "run"))
-        first = pool.submit(publish_files, remote, manifest, {manifest.name: path}, link=LINK)
-        while not store.calls or store.calls[-1][0] != "upload_object":
-            time.sleep(0.01)
-        publish_files(again, manifest, {manifest.name: path}, link=LINK)
-        first.result()
-    assert remote.manifests() == [manifest]
-    remote.verify(manifest)
-
-
 def test_new_names_take_no_right_to_delete(remote: Catalog, store: FaultyStore, tmp_path: Path) -> None:
     """A key that may write and not delete publishes whatever has a name of its own."""
     store.faults = [Fault(verb="delete_object", error=lambda: PermissionError("no"), times=99)]
     publish(remote, tmp_path, 1, 2)
     assert [manifest.batch for manifest in remote.manifests()] == [1, 2]
-
-
-def test_a_link_that_was_not_moved_is_noticed(remote: Catalog, store: FaultyStore, tmp_path: Path) -> None:
-    """A kill between the file and the link leaves the link behind; the next start sees it."""
-    publish(remote, tmp_path, 1)
-    store.faults = [Fault(verb="put_bytes", name="*.symlink")]
-    manifest, path = saved(tmp_path, 2)
-    with pytest.raises(ObjectStoreTransientError):
-        publish_files(remote, manifest, {manifest.name: path}, link=LINK)
-    publisher = Publisher(
-        uploader=Uploader(Transfer(store)),
-        bucket=Bucket(Transfer(store), "run"),
-        template="ba{batch}.pt",
-        links=[LINK],
-        options=SaveOptions({"upload_timeout_in_seconds": 5}),
-        check=lambda: None,
-    )
-    assert publisher.is_behind(manifest)
-    publish_files(remote, manifest, {manifest.name: path}, link=LINK)
-    assert not publisher.is_behind(manifest)
-
-
-def test_the_root_may_be_the_bucket(store: FaultyStore, tmp_path: Path) -> None:
-    """Checkpoints may lie at the top of a bucket."""
-    with Transfer(store) as transfer:
-        remote = Catalog(Bucket(transfer, ""))
-        manifest, path = saved(tmp_path, 1)
-        publish_files(remote, manifest, {manifest.name: path}, link="latest.pt")
-        assert remote.place.uri().startswith("file://")
-        assert remote.latest("latest.pt", "run") == manifest
-
-
-@pytest.mark.parametrize("content", [b"\xff\xfe", b"x" * 5000], ids=["no text", "too large"])
-def test_a_damaged_link_leads_nowhere(
-    remote: Catalog, store: FaultyStore, tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes
-) -> None:
-    """The next start sees that it is behind, and finds the checkpoint by its record."""
-    (manifest,) = publish(remote, tmp_path, 1)
-    assert remote.latest(LINK, "run") == manifest
-    store.put_bytes(f"{LINK}.symlink", content)
-    assert remote.latest(LINK, "run") is None
-    assert len(content) < 5000 or "latest.pt does not lead to a checkpoint" in caplog.text
-    assert remote.manifests() == [manifest]
 
 
 def test_objects_whose_names_cannot_be_ours_are_not_seen(request: pytest.FixtureRequest, tmp_path: Path) -> None:

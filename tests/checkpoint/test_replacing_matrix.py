@@ -19,6 +19,8 @@ from tiny_training import train
 
 from composerlite.callbacks import CheckpointSaver
 from composerlite.checkpoint import Checkpointer, load_state_dict, save_state_dict
+from composerlite.checkpoint.api.step_files import find_step
+from composerlite.checkpoint.place.directory import StepFolder
 from composerlite.cli.app import app
 from composerlite.core import Logger
 from composerlite.storage import open_store
@@ -36,22 +38,20 @@ def told_by(main: Any, *arguments: str) -> Told:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-# ── kills ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 CELLS = [
     (kind, where)
     for kind, one in KINDS.items()
     for where in ("folder", "bucket")
     if where == "folder" or (one.in_buckets and not kind.startswith("copied"))
 ]
-SAVED = [name for name in CELLS if not name[0].startswith("copied")]
 
 
-def _check_kills(kind: str, where: str, operation: str) -> None:
-    """See that each kill leaves what it may, and print how many there were."""
+def _check_kills(kind: str, where: str, operation: str, every: int) -> None:
+    """Check what each kill leaves, and print how many kills there were."""
     one = KINDS[kind]
     old, new = {"new": (None, 2), "replace": (1, 2), "delete": (1, None)}[operation]
     may_be = {old, new, None} if one.may_be_lost and operation == "replace" else {old, new}
-    found = told_by(killed, kind, where, operation)
+    found = told_by(killed, kind, where, operation, str(every))
     second_kills = 0
     for told in found:
         _check_kill(one, told, told, may_be, operation)
@@ -80,27 +80,31 @@ def _check_kill(
     assert after["users"], after
 
 
-@pytest.mark.parametrize(("kind", "where"), [*CELLS, ("file", "NFS"), ("function", "NFS"), ("disks", "NFS")])
-def test_a_kill_in_a_first_save_leaves_a_checkpoint_or_nothing(kind: str, where: str) -> None:
-    """The next start removes what the kill has left, and the next save has the name. A kill in that start or in that
-    save is harmless, too."""
-    _check_kills(kind, where, "new")
+KILLS = [
+    *((kind, where, "new") for kind, where in [*CELLS, ("file", "NFS"), ("function", "NFS"), ("disks", "NFS")]),
+    *((kind, where, "replace") for kind, where in CELLS),
+    *((kind, where, "delete") for kind, where in CELLS if not kind.startswith("copied")),
+]
 
 
-@pytest.mark.parametrize(("kind", "where"), CELLS)
-def test_a_kill_while_one_is_replaced_leaves_the_old_or_the_new(kind: str, where: str) -> None:
-    """Of a step, of archives of ranks and of disks of nodes it may leave neither, and never parts of both. The files
-    that the user keeps in the directory, and in folders of that, are there."""
-    _check_kills(kind, where, "replace")
+@pytest.mark.parametrize(("kind", "where", "operation"), KILLS)
+def test_a_kill_leaves_the_old_checkpoint_or_the_new_one(kind: str, where: str, operation: str) -> None:
+    """A first save, a save that replaces a checkpoint, and a deletion are killed before every third step.
+
+    A killed replacement of a step, of archives of ranks or of disks of nodes may leave no checkpoint, and never parts
+    of both. The next start removes what the kill has left, and the next save gets the name; a kill of that start or of
+    that save is harmless, too. Files of the user stay.
+    """
+    _check_kills(kind, where, operation, every=3)
 
 
-@pytest.mark.parametrize(("kind", "where"), SAVED)
-def test_a_kill_while_one_is_deleted_leaves_it_or_nothing(kind: str, where: str) -> None:
-    """The next start removes the parts that the kill has left. Files of the user stay."""
-    _check_kills(kind, where, "delete")
+@pytest.mark.soak
+@pytest.mark.parametrize(("kind", "where", "operation"), KILLS)
+def test_a_kill_at_every_step_leaves_the_old_checkpoint_or_the_new_one(kind: str, where: str, operation: str) -> None:
+    """Kill before every step."""
+    _check_kills(kind, where, operation, every=1)
 
 
-# ── two at a time ────────────────────────────────────────────────────────────────────────────────────────────────────
 def _name_of(error: Any) -> str:
     return str(error).partition(":")[0]
 
@@ -150,7 +154,6 @@ def test_of_two_savers_that_replace_one_checkpoint_the_last_commit_wins(kind: st
     assert set(values) == {2, 3}
 
 
-# ── tools ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def command(*arguments: object) -> None:
     """``composerlite checkpoint …``."""
     done = CliRunner().invoke(app, ["checkpoint", *map(str, arguments)])
@@ -242,3 +245,12 @@ def test_what_is_converted_and_copied_to_the_bucket_of_a_run_is_kept(
     command("verify", f"{place}/{name}")
     told = CliRunner().invoke(app, ["checkpoint", "ls", place, "--json"])
     assert len([one for one in json.loads(told.output)["checkpoints"] if one["name"].startswith("ep")]) == 1
+
+
+def test_files_of_a_killed_save_of_more_ranks_are_no_part_of_a_step(tmp_path: Path) -> None:
+    """The record says which ranks have a file."""
+    (tmp_path / "step1" / "train").mkdir(parents=True)
+    (tmp_path / "step1" / "train" / "rank1.pt").write_bytes(b"half of it")
+    Checkpointer().save(tmp_path / "step1", torch.nn.Linear(1, 1), {"value": 1})
+    with StepFolder.of(tmp_path / "step1") as folder:
+        assert set(find_step(folder, None) or ()) == {0}

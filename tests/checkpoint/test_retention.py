@@ -57,14 +57,6 @@ def stay(manifests: Sequence[Manifest], policy: RetentionPolicy) -> list[Manifes
     return sorted((m for m in manifests if m not in gone), key=lambda m: m.order)
 
 
-def as_you_go(history: Sequence[Manifest], policy: RetentionPolicy) -> list[Manifest]:
-    """What is left if the policy is asked after each save about what is left by then."""
-    left: list[Manifest] = []
-    for saved in history:
-        left = stay([*left, saved], policy)
-    return left
-
-
 ACCURACIES = st.none() | st.sampled_from([0.0, 0.1, 0.5, 0.5, 0.9, math.nan, math.inf, -math.inf])
 MANIFESTS = st.lists(
     st.builds(
@@ -80,34 +72,6 @@ MANIFESTS = st.lists(
 )
 
 
-@st.composite
-def histories(draw: st.DrawFn) -> list[Manifest]:
-    """The saves of a run in their order; each later than the one before, some of them within the same epoch."""
-    steps = draw(st.lists(st.integers(1, 17), max_size=20))
-    calls = sorted(draw(st.lists(st.integers(1, 3), min_size=len(steps), max_size=len(steps))))
-    return [
-        manifest(
-            sum(steps[: i + 1]),
-            i,
-            fit_calls=call,
-            accuracy=draw(ACCURACIES),
-            ephemeral=draw(st.booleans()),
-        )
-        for i, call in enumerate(calls)
-    ]
-
-
-POLICIES = st.builds(
-    lambda last, every, best, mode: retention_policy(
-        last, keep_every=every, best_k=best, best_metric=None if best is None else ACCURACY, best_mode=mode
-    ),
-    st.just(-1) | st.integers(1, 5),
-    st.none() | st.sampled_from(["1ep", "2ep", "7ba", "25sp", "6s", "3iter"]).map(Time.from_timestring),
-    st.none() | st.integers(1, 4),
-    st.sampled_from(["max", "min"]),
-)
-
-
 class Whim:
     """A policy that keeps what it likes, perhaps nothing at all."""
 
@@ -118,7 +82,6 @@ class Whim:
         return [self.answers[i % len(self.answers)] for i in range(len(manifests))]
 
 
-# ── what holds for every policy ──────────────────────────────────────────────────────────────────────────────────
 @given(MANIFESTS, st.lists(st.booleans(), min_size=1, max_size=12))
 def test_the_newest_is_never_deleted(manifests: list[Manifest], answers: list[bool]) -> None:
     """Whatever the policy says, in whatever order the checkpoints come; nor the newest that is not ephemeral."""
@@ -128,73 +91,12 @@ def test_the_newest_is_never_deleted(manifests: list[Manifest], answers: list[bo
         assert not stays or max(stays, key=lambda m: m.order) not in gone
 
 
-@given(MANIFESTS, POLICIES)
-def test_asking_again_deletes_nothing_more(manifests: list[Manifest], policy: RetentionPolicy) -> None:
-    """The answer depends on what is there, not on what was deleted before: it is the same after a resume."""
-    assert deletions(stay(manifests, policy), policy) == []
-
-
-@given(MANIFESTS, POLICIES, st.randoms())
-def test_the_order_in_which_they_are_listed_does_not_matter(
-    manifests: list[Manifest], policy: RetentionPolicy, random: Any
-) -> None:
-    """A folder may be listed in any order."""
-    shuffled = list(manifests)
-    random.shuffle(shuffled)
-    assert deletions(shuffled, policy) == deletions(manifests, policy)
-
-
-@given(histories(), POLICIES)
-def test_deleting_as_you_go_is_deleting_at_once(history: list[Manifest], policy: RetentionPolicy) -> None:
-    """Asked after every save or once at the end, it leaves the same: no checkpoint goes that would be wanted later."""
-    assert as_you_go(history, policy) == stay(history, policy)
-
-
-@given(histories(), st.data(), POLICIES)
-def test_a_run_resumed_from_an_older_checkpoint(history: list[Manifest], data: st.DataObject, policy: Any) -> None:
-    """Resumed where it was before, a run keeps of its new past what the policy says, and its newest at any moment."""
-    left = as_you_go(history, policy)
-    point = data.draw(st.integers(0, len(left)))
-    behind, again = left[:point], [replace(m, saved_at=f"9{m.saved_at[1:]}") for m in left[point:]]
-    assert deletions(behind, policy) == []
-    for index, saved in enumerate(again):
-        behind = stay([*behind, saved], policy)
-        assert behind[-1] is again[index]
-    assert behind == stay([*left[:point], *again], policy)
-
-
-@given(histories(), histories(), POLICIES)
-def test_time_that_was_set_back(before: list[Manifest], after: list[Manifest], policy: RetentionPolicy) -> None:
-    """After ``reset_time`` counts begin again, and what was saved before is still older than anything saved since."""
-    later = [replace(m, run=replace(m.run, fit_calls=m.run.fit_calls + 3)) for m in after]
-    left = as_you_go([*before, *later], policy)
-    assert not later or left[-1] == later[-1]
-    assert deletions(left, policy) == []
-
-
-# ── the newest N ─────────────────────────────────────────────────────────────────────────────────────────────────
 @given(MANIFESTS, st.integers(1, 14))
 def test_the_newest_so_many_stay(manifests: list[Manifest], count: int) -> None:
     """Exactly ``count``, or all if there are fewer; by call of fit, batch count and time of the save, in that order."""
     permanent = [replace(m, ephemeral=False) for m in manifests]
     ordered = sorted(permanent, key=lambda m: (m.run.fit_calls, m.batch, m.saved_at))
     assert stay(permanent, retention_policy(count)) == ordered[-count:]
-
-
-@given(MANIFESTS)
-def test_by_default_all_stay(manifests: list[Manifest]) -> None:
-    """-1 keeps everything that is not ephemeral."""
-    assert deletions([replace(m, ephemeral=False) for m in manifests], retention_policy(-1)) == []
-
-
-# ── ephemeral ones ───────────────────────────────────────────────────────────────────────────────────────────────
-def test_an_ephemeral_one_goes_when_there_is_a_newer_one() -> None:
-    """Whether that is ephemeral or not; the newest of all stays in any case."""
-    policy = retention_policy()
-    history = [manifest(1), manifest(2, ephemeral=True), manifest(3, ephemeral=True), manifest(4)]
-    assert batches(stay(history[:2], policy)) == [1, 2]
-    assert batches(stay(history[:3], policy)) == [1, 3]
-    assert batches(stay(history, policy)) == [1, 4]
 
 
 def test_ephemeral_ones_take_no_place_of_others() -> None:
@@ -212,14 +114,6 @@ def test_ephemeral_ones_take_no_place_of_others() -> None:
     assert batches(stay(history, policy)) == [3, 11, 13, 14, 15]
 
 
-def test_the_last_one_that_is_not_ephemeral_stays() -> None:
-    """Where only the best are kept, an ephemeral save, soon to be replaced, costs no checkpoint of the other kind."""
-    policy = retention_policy(best_k=1, best_metric=ACCURACY)
-    history = [manifest(1, accuracy=0.9), manifest(2, accuracy=0.1), manifest(3, ephemeral=True)]
-    assert batches(stay(history, policy)) == [1, 2, 3]
-
-
-# ── every Nth ────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize(
     ("interval", "expected"),
     [
@@ -237,29 +131,6 @@ def test_the_first_at_or_after_each_multiple_stays(interval: Time, expected: lis
     assert batches(stay(history, retention_policy(keep_every=interval))) == sorted({*expected, 48})
 
 
-def test_a_jump_over_several_multiples_keeps_one() -> None:
-    """Between two saves lie three multiples: the later save stands for them all."""
-    history = [manifest(5), manifest(35), manifest(36), manifest(41), manifest(42)]
-    assert batches(stay(history, retention_policy(keep_every=Time.from_timestring("10ba")))) == [35, 41, 42]
-
-
-def test_another_call_of_fit_goes_on_counting() -> None:
-    """``fit(duration='2ba')`` again and again is one training: it keeps every tenth batch and not one of each call."""
-    history = [manifest(2 * call, fit_calls=call) for call in range(1, 12)]
-    assert batches(stay(history, retention_policy(keep_every=Time.from_timestring("10ba")))) == [10, 20, 22]
-
-
-def test_multiples_count_anew_where_time_was_reset() -> None:
-    """The tenth batch after ``reset_time`` is another one than that before."""
-    history = [manifest(batch, fit_calls=call) for call in (1, 2) for batch in (5, 10, 15)]
-    assert [m.run.moment for m in stay(history, retention_policy(keep_every=Time.from_timestring("10ba")))] == [
-        (1, 10),
-        (2, 10),
-        (2, 15),
-    ]
-
-
-# ── the best K ───────────────────────────────────────────────────────────────────────────────────────────────────
 @given(st.lists(st.builds(manifest, st.integers(1, 40), accuracy=ACCURACIES), unique_by=lambda m: m.batch), st.data())
 def test_no_measured_checkpoint_that_goes_is_better_than_one_that_stays(
     manifests: list[Manifest], data: st.DataObject
@@ -297,7 +168,6 @@ def test_the_best_stay_and_the_newest(accuracies: list[float | None], mode: str,
     assert batches(stay(history, policy)) == expected
 
 
-# ── together, and what is refused ────────────────────────────────────────────────────────────────────────────────
 def test_what_any_rule_keeps_stays() -> None:
     """The last two, every tenth batch and the best one, and nothing else."""
     history = [manifest(batch, accuracy=1 / batch) for batch in range(3, 30)]

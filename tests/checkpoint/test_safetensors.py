@@ -13,11 +13,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from composerlite.checkpoint import load_state_dict, save_safetensors, save_state_dict
-from composerlite.checkpoint.save.safetensors_writer import most_chunks
+from composerlite.checkpoint import load_state_dict, save_safetensors
 from composerlite.errors import CheckpointExistsError, ConfigError, CorruptCheckpointError, SaveError
 from composerlite.storage import open_store
-from composerlite.testing import run_ranks, run_ranks_to_the_end
+from composerlite.testing import run_ranks
 
 INDEX = "model.safetensors.index.json"
 
@@ -73,15 +72,6 @@ def test_a_rank_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith(".")) == ["before"]
     expected = safetensors_ranks.whole_weights()
     same(loaded(tmp_path / "before"), {**expected, "tied": expected["rows"]})
-
-
-def test_a_kill_leaves_the_weights_that_were_there(tmp_path: Path) -> None:
-    """A rank is killed while it writes what is to replace a folder: the old weights are there, whole."""
-    run_ranks_to_the_end(safetensors_ranks.be_killed, 2, tmp_path)
-    same(loaded(tmp_path / "weights"), safetensors_ranks.whole_weights())
-    found = {name: torch.zeros_like(tensor) for name, tensor in safetensors_ranks.whole_weights().items()}
-    load_state_dict(tmp_path / "weights", {"model": found})
-    same(found, safetensors_ranks.whole_weights())
 
 
 @pytest.fixture
@@ -153,33 +143,6 @@ def test_one_process_writes_the_same(tmp_path: Path) -> None:
     same(loaded(tmp_path / "weights"), {"other": torch.zeros(2)})
 
 
-def test_a_directory_of_another_form_is_replaced(tmp_path: Path) -> None:
-    """Shards by safetensors and the other way round: the new one is read, and no file of the old one is left."""
-    place, found = tmp_path / "saved", torch.zeros(2)
-    for number in (1.0, 2.0):
-        save_state_dict(place, {"model": {"x": torch.full((2,), number)}}, save_overwrite=True)
-        load_state_dict(place, {"model": {"x": found}})
-        assert found.tolist() == [number] * 2
-        assert {path.suffix for path in place.iterdir()} == {"", ".distcp"}
-        save_safetensors(place, {"x": torch.full((2,), -number)}, save_overwrite=True)
-        load_state_dict(place, {"model": {"x": found}})
-        assert found.tolist() == [-number] * 2
-        assert {path.suffix for path in place.iterdir()} == {".json", ".safetensors"}
-    (tmp_path / "others").mkdir()
-    (tmp_path / "others" / INDEX).write_text('{"weight_map": {}}')  # of another program: it stays
-    save_state_dict(tmp_path / "others", {"x": torch.ones(2)}, save_overwrite=True)
-    assert (tmp_path / "others" / INDEX).read_text() == '{"weight_map": {}}'
-
-
-@pytest.mark.parametrize(
-    ("size_bytes", "tensors", "most"),
-    [(500 << 20, 30, 3840), (5 << 30, 30, 5120), (5 << 30, 4000, 1 << 15), (100 << 30, 1, 1 << 15)],
-)
-def test_a_manifest_stays_small_whatever_is_in_a_file(size_bytes: int, tensors: int, most: int) -> None:
-    """It has digests of parts of a MiB, smaller ones where tensors are, and of 32,768 of a file at most."""
-    assert most_chunks(size_bytes, tensors) == most
-
-
 def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
     """Sparse tensors, types that the format does not have, an empty state and a size of no bytes, before anything is
     there."""
@@ -210,10 +173,3 @@ def test_damage_is_found_when_it_is_loaded(tmp_path: Path) -> None:
     found = {key: torch.zeros(400, 400, dtype=torch.half) for key in state}
     load_state_dict(tmp_path / "weights", {"model": found})
     same(found, {key: tensor.half() for key, tensor in state.items()})
-
-
-def test_an_index_that_names_no_file_is_damage(tmp_path: Path) -> None:
-    """An empty folder of weights is not loaded as an empty model."""
-    (tmp_path / INDEX).write_text('{"weight_map": {}}')
-    with pytest.raises(CorruptCheckpointError, match="no weights"):
-        load_state_dict(tmp_path, {"model": {"a": torch.zeros(2)}})

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensor_kinds_parts import Scaled, kinds, refused, same, zeros_like
+from tensor_kinds_parts import Scaled, kinds, same, zeros_like
 from tiny_training import Classifier, CrashError, StopAt, trainer
 
 from composerlite import Callback, State
@@ -21,7 +21,6 @@ from composerlite.checkpoint import (
 )
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*"), pytest.mark.parametrize("name", list(kinds()))]
-refusals = pytest.mark.parametrize("name", list(refused()))
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ from forked import run_forked
 from ports import reserved_port
 from safetensors.torch import load_file
 
-from composerlite.checkpoint import Catalog, unshard_checkpoint, unshard_zero
+from composerlite.checkpoint import Catalog, unshard_zero
 from composerlite.cli.app import app
 from composerlite.errors import ConfigError, CorruptCheckpointError, IncompatibleCheckpointError
 from composerlite.storage import open_store
@@ -219,18 +219,6 @@ def test_programs_end_well(tmp_path: Path) -> None:
     assert ends(3, tmp_path) == [0, 0]
 
 
-@pytest.mark.soak
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_programs_end_well_every_time(stage: int, tmp_path: Path) -> None:
-    """Of fourteen runs none is aborted on its way out."""
-    for number in range(14):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        assert ends(stage, folder) == [0, 0], number
-
-
-# ── files ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.fixture(scope="module")
 def archives(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of one rank."""
@@ -249,21 +237,6 @@ def drop_record(path: Path) -> None:
 @pytest.fixture
 def run(archives: Path, tmp_path: Path) -> Path:
     return shutil.copytree(archives, tmp_path / "run", symlinks=True)
-
-
-def test_one_file_of_weights(run: Path, tmp_path: Path) -> None:
-    """For torch or safetensors, by its ending. What is there is not replaced."""
-    from safetensors.torch import load_file
-
-    weights = torch.load(unshard_zero(run / "latest-rank0.tar", tmp_path / "a.pt"))
-    assert equal(
-        load_file(unshard_zero(run / "latest-rank0.tar", tmp_path / "a.safetensors")), dict(sorted(weights.items()))
-    )
-    with pytest.raises(FileExistsError, match=r"a\.pt' exists"):
-        unshard_zero(run / "latest-rank0.tar", tmp_path / "a.pt")
-    with pytest.raises(ConfigError, match="unshard_zero"):
-        unshard_checkpoint(run / "latest-rank0.tar", tmp_path / "out")
-    zero_ranks.Mixed().load_state_dict(weights)
 
 
 def test_a_damaged_archive_is_refused(run: Path, tmp_path: Path) -> None:

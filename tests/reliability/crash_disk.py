@@ -121,7 +121,6 @@ class Disk:
             folder.now[entry.name] = node
         folder.sync()
 
-    # ── what happens ─────────────────────────────────────────────────────────────────────────────────────────────
     def do(self, call: Call) -> None:
         """Let a recorded call happen."""
         node = self._inodes.get(call.inode)
@@ -179,7 +178,6 @@ class Disk:
             folder = node
         return folder, name
 
-    # ── what is left ─────────────────────────────────────────────────────────────────────────────────────────────
     @property
     def unsure(self) -> bool:
         """Whether something is not durable."""
@@ -218,7 +216,6 @@ def _content(file: File, keep: list[float]) -> bytes:
     return bytes(content)
 
 
-# ── which part survives ──────────────────────────────────────────────────────────────────────────────────────────────
 def everything(node: File | Folder) -> list[float]:
     """A kill of the process, not of the machine."""
     return [1.0] * len(node.pending)

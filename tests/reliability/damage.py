@@ -32,7 +32,6 @@ class Target:
         return Target(self.folder, chooser.choice(self.others), ())
 
 
-# ── the data ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def flip_bit(target: Target, chooser: random.Random) -> None:
     """One bit, anywhere in the file: in tensors, the pickle, the archive's directory, or padding."""
     _flip(target.data, chooser)
@@ -130,7 +129,6 @@ def folder_for_data(target: Target, chooser: random.Random) -> None:
     target.data.mkdir()
 
 
-# ── the record, which is the end of the file ─────────────────────────────────────────────────────────────────────────
 def flip_in_record(target: Target, chooser: random.Random) -> None:
     """One bit of the record."""
     size = target.data.stat().st_size

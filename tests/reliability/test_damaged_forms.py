@@ -83,7 +83,6 @@ def digest_of(tensors: dict[str, torch.Tensor]) -> str:
     return digest({"model": tensors, "optimizers": {}})
 
 
-# ── what is saved, and how it is loaded ──────────────────────────────────────────────────────────────────────────────
 def save_file(path: Path, seed: int) -> None:
     save_checkpoint(state_of(seed), path)
 
@@ -143,7 +142,6 @@ FORMS = [
 ]
 
 
-# ── damage ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def files_of(path: Path) -> list[Path]:
     return sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
 

@@ -34,7 +34,6 @@ def fail_everywhere(recorder: Path, root: Path, mode: str, *cases: str) -> dict[
     return counts
 
 
-# ── every call fails once ────────────────────────────────────────────────────────────────────────────────────────────
 def test_whichever_call_of_a_save_fails_nothing_is_harmed(recorder: Path, tmp_path: Path) -> None:
     """Each call in turn. Older checkpoints stay, the error names the file, and the run can be started again."""
     cases = ["full disk: next", "full for a moment: next", "broken disk: one name"]
@@ -56,7 +55,6 @@ def test_whichever_call_of_any_save_fails_nothing_is_harmed(
     record_property("count", f"failing calls, {mode}: {sum(counts.values())} ({each}), nothing was harmed")
 
 
-# ── a disk that is really full ───────────────────────────────────────────────────────────────────────────────────────
 class Filler:
     """A file that leaves so much room on a disk, and no more."""
 
@@ -112,9 +110,9 @@ def fill_up(disk: Path, mode: str, rooms: Iterator[int], **arguments: Any) -> tu
 
 
 @pytest.mark.parametrize("mode", SAVING)
-def test_a_disk_may_be_full_at_any_page_of_a_save(small_disk: Callable[[int], Path], mode: str) -> None:
+def test_a_disk_may_be_full_at_any_page_of_a_save(mount: Callable[[str], Path], mode: str) -> None:
     """From no room at all to enough, in steps that differ from mode to mode: whole or nothing, no space lost."""
-    failed, succeeded = fill_up(small_disk(1 << 20), mode, iter(range(list(SAVING).index(mode), 12 + SLACK, 4)))
+    failed, succeeded = fill_up(mount("size=1m"), mode, iter(range(list(SAVING).index(mode), 12 + SLACK, 4)))
     assert failed > 0
     assert succeeded > 0
 
@@ -123,15 +121,15 @@ def test_a_disk_may_be_full_at_any_page_of_a_save(small_disk: Callable[[int], Pa
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("mode", SAVING)
 def test_a_disk_may_be_full_at_every_page_of_a_save(
-    small_disk: Callable[[int], Path], mode: str, record_property: Callable[[str, object], None]
+    mount: Callable[[str], Path], mode: str, record_property: Callable[[str, object], None]
 ) -> None:
     """Page by page; and for a large checkpoint, around each piece that is written."""
-    failed, succeeded = fill_up(small_disk(1 << 20), mode, iter(range(40)))
+    failed, succeeded = fill_up(mount("size=1m"), mode, iter(range(40)))
     assert failed > 0
     assert succeeded > 0
     size = 18 << 20
     rooms = sorted({0, *range(1, size // PAGE + 64, 97), *range(size // PAGE - 8, size // PAGE + 8)})
-    large, room = fill_up(small_disk(80 << 20), mode, iter(rooms), width=WIDE)
+    large, room = fill_up(mount("size=80m"), mode, iter(rooms), width=WIDE)
     assert large > 0
     assert room > 0
     record_property("count", f"full disks, {mode}: {failed + large} saves found no room, {succeeded + room} found some")
@@ -151,10 +149,10 @@ class EmptyAt(Callback):
 
 @pytest.mark.parametrize("mode", SAVING)
 def test_training_goes_on_over_failed_saves_if_told_to(
-    small_disk: Callable[[int], Path], mode: str, caplog: pytest.LogCaptureFixture
+    mount: Callable[[str], Path], mode: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With ``failure_limit=3`` three saves in a row may fail, each with a warning; then there is room again."""
-    disk = small_disk(1 << 20)
+    disk = mount("size=1m")
     filler = Filler(disk)
     digests = Digests()
     filler.leave(2)
@@ -171,9 +169,9 @@ def test_training_goes_on_over_failed_saves_if_told_to(
 
 
 @pytest.mark.parametrize("mode", SAVING)
-def test_training_stops_when_too_many_saves_fail(small_disk: Callable[[int], Path], mode: str) -> None:
+def test_training_stops_when_too_many_saves_fail(mount: Callable[[str], Path], mode: str) -> None:
     """With ``failure_limit=2`` the third failure in a row is raised, at most one batch later."""
-    disk = small_disk(1 << 20)
+    disk = mount("size=1m")
     Filler(disk).leave(2)
     digests = Digests()
     run = build(disk / "run", mode, failure_limit=2, callbacks=[digests])

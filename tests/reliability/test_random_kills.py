@@ -201,7 +201,7 @@ def test_a_kill_at_any_instant_loses_nothing(
 ) -> None:
     """Runs of every kind are killed and started again until they end, bit for bit as if nothing had happened."""
     small = [arguments for arguments in ARGUMENTS if arguments is not LARGE]
-    assert kill(zygote, references, tmp_path, kills=16, seed=time.time_ns(), among=small).total() == 16
+    assert kill(zygote, references, tmp_path, kills=8, seed=time.time_ns(), among=small).total() == 8
 
 
 @pytest.mark.soak

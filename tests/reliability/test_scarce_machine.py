@@ -22,8 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from composerlite import Callback, ComposerModel, Logger, State, Trainer
 from composerlite.checkpoint import Catalog, async_save_model_and_optim_state, load_model_and_optim_state
-from composerlite.core.interruption import Interruption
-from composerlite.storage import Transfer, WorkerPool, open_store
+from composerlite.storage import Transfer, open_store
 
 WIDE = 6 << 20  # 24 MB in one weight, and as much of momentum
 
@@ -85,7 +84,6 @@ def batches(folder: Path) -> list[int]:
     return [manifest.batch for manifest in manifests]
 
 
-# ── no threads ───────────────────────────────────────────────────────────────────────────────────────────────────────
 def a_run_without_threads(folder: str, when: str, options: str) -> None:
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     torch.set_num_threads(1)
@@ -101,8 +99,7 @@ def a_run_without_threads(folder: str, when: str, options: str) -> None:
         run.fit()
 
 
-@pytest.mark.parametrize("options", ["file", "packed", "ring"])
-@pytest.mark.parametrize("when", ["0", "1", "4"])
+@pytest.mark.parametrize(("when", "options"), [("0", "file"), ("1", "packed"), ("4", "ring")])
 def test_a_run_that_gets_no_more_threads_saves_every_checkpoint(tmp_path: Path, when: str, options: str) -> None:
     """The limit of processes is reached before the run, with its first save, or later: said once, nothing is lost."""
     done = run_forked(a_run_without_threads, str(tmp_path), when, options, cwd=tmp_path, timeout=120)
@@ -133,18 +130,6 @@ def test_a_killed_run_that_gets_no_threads_resumes(tmp_path: Path, cached: bool)
     assert before
     assert Catalog(tmp_path / "run").manifests()[: len(before)] == before
     assert done.stderr.count("could not be started") == 1
-
-
-def a_pool_without_threads() -> None:
-    forbid_threads()
-    with WorkerPool(4, name="test") as pool:
-        assert [pool.submit(lambda number=number: number).result() for number in (1, 2)] == [1, 2]
-
-
-def test_a_pool_without_threads_does_the_work_itself(tmp_path: Path) -> None:
-    """Who submits a job gets its result, and waits for it."""
-    done = run_forked(a_pool_without_threads, cwd=tmp_path, timeout=120)
-    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def a_run_in_a_bucket(uri: str, how: str) -> None:
@@ -205,26 +190,6 @@ def test_functions_save_without_threads(tmp_path: Path) -> None:
     assert float(model.weight.detach()[-1]) == 3.0
 
 
-def a_worker_without_a_thread() -> None:
-    interruption = Interruption([])
-    interruption.watch(print, [signal.SIGTERM])
-    forbid_threads(spare=1)
-    with interruption.shielding_workers(DataLoader(TensorDataset(torch.zeros(1)), num_workers=1)):
-        worker = os.fork()
-        if not worker:
-            time.sleep(30)
-            os._exit(0)
-    os.kill(worker, signal.SIGTERM)
-    assert os.WTERMSIG(os.waitpid(worker, 0)[1]) == signal.SIGTERM
-
-
-def test_a_worker_of_a_loader_that_gets_no_thread_can_be_ended(tmp_path: Path) -> None:
-    """It is not kept from the signals of schedulers then, and heeds that by which a loader ends its workers."""
-    done = run_forked(a_worker_without_a_thread, cwd=tmp_path, timeout=120)
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
-# ── no memory ────────────────────────────────────────────────────────────────────────────────────────────────────────
 def forbid_memory(spare: int) -> None:
     """Only so much memory more, for good."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])

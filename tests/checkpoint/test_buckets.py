@@ -1,38 +1,44 @@
-"""A save_folder in a bucket: what goes wrong there is told, early, and no progress is lost for it."""
+"""Runs that save to a bucket."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import bucket_ranks
 import pytest
 import torch
-from forked import run_forked
-from tiny_training import Classifier, CrashError, StopAt, saved_batches, train, trainer
+from forked import run_forked, started
+from tiny_training import CrashError, saved_batches, train, trainer
 
+from composerlite import Callback, Logger, State
 from composerlite.callbacks import CheckpointSaver, PreemptionHandler
-from composerlite.checkpoint import Catalog
+from composerlite.checkpoint import CheckpointManager
+from composerlite.checkpoint.place import lease
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.save import publish as publish_module
-from composerlite.core import Callback, Logger, LoggerDestination, State
+from composerlite.core import LoggerDestination
 from composerlite.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     ConfigError,
     ObjectStoreTransientError,
-    Preempted,
+    RunInUseError,
 )
 from composerlite.loggers import RemoteUploaderDownloader
-from composerlite.storage import ObjectStore, open_store
-from composerlite.testing import Fault, FaultyStore
+from composerlite.storage import ObjectStore, Transfer, open_store
+from composerlite.testing import Fault, FaultyStore, run_ranks
 from composerlite.types import CheckpointNews
 
 
@@ -42,6 +48,13 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s3_serv
     monkeypatch.chdir(tmp_path)
     for name, value in s3_server.environment.items():
         monkeypatch.setenv(name, value)
+
+
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:  # pyright: ignore[reportUnusedFunction]
+    """A launch waits for another launch for a second; the lease of this process beats five times a second."""
+    monkeypatch.setattr(lease, "BEAT_SECONDS", 0.2)
+    monkeypatch.setattr(CheckpointManager.take_leases, "__defaults__", (1.0,))
 
 
 @pytest.fixture
@@ -104,7 +117,6 @@ def names(store: ObjectStore) -> list[str]:
     return [info.name for info in store.list_objects() if not PurePosixPath(info.name).name.startswith(".")]
 
 
-# ── before training ──────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_bucket_that_cannot_be_written_is_an_error_at_construction(
     s3_server: Any, bucket: str, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,13 +131,6 @@ def test_a_bucket_that_cannot_be_written_is_an_error_at_construction(
     with pytest.raises(PermissionError, match=bucket):
         trainer(save_folder=f"{bucket}/run")
     assert names(store) == []
-
-
-def test_a_good_bucket_is_left_as_it_is_at_construction(bucket: str, store: ObjectStore) -> None:
-    """The check leaves no object and no unfinished upload behind."""
-    trainer(save_folder=f"{bucket}/run").close()
-    assert list(store.list_objects()) == []
-    assert list(store.unfinished_parts("")) == []
 
 
 def test_keeping_none_without_a_bucket_is_refused() -> None:
@@ -158,16 +163,6 @@ def test_a_missing_checkpoint_is_named(bucket: str) -> None:
         trainer(load_path=f"{bucket}/run/ep9.pt")
 
 
-@pytest.mark.parametrize("folder", [Path("s3://bucket/run"), "s3:/bucket/run", " s3://bucket/run", "GS:/bucket/run"])
-def test_what_is_nearly_a_uri_is_no_folder(folder: str | Path, tmp_path: Path) -> None:
-    """A URI that went through ``pathlib``, or has a space before it: nothing is saved to a folder named ``s3:``."""
-    for argument in ("save_folder", "load_path"):
-        arguments: dict[str, Any] = {argument: folder}
-        with pytest.raises(ConfigError, match=r"did you mean '(s3|GS)://bucket/run'"):
-            trainer(**arguments)
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("folder", ["s3://bucket/x", ""])
 def test_a_staging_folder_is_on_this_machine(bucket: str, folder: str) -> None:
     """A bucket is no folder to stage in, and an empty text no folder at all."""
@@ -191,14 +186,6 @@ def test_names_in_a_bucket_that_nothing_is_uploaded_to_are_refused(bucket: str) 
     trainer(save_folder="run", loggers=[RemoteUploaderDownloader(bucket)], save_remote_file_name=of_the_bucket).close()
 
 
-def test_slashes_at_the_start_of_a_prefix_lead_nowhere_else(bucket: str, store: ObjectStore, tmp_path: Path) -> None:
-    """``s3://bucket//run`` is staged in ``run``, as ``s3://bucket/run`` is, and not in a folder at the root."""
-    train(save_folder=f"{bucket}//{tmp_path.name}", max_duration="1ep")
-    assert not Path("/", tmp_path.name).exists()
-    assert (tmp_path / tmp_path.name / "ep1-ba4-rank0.pt").exists()
-    assert f"{tmp_path.name}/ep1-ba4-rank0.pt" in names(store)
-
-
 def test_what_is_staged_for_another_bucket_is_not_resumed(s3_server: Any, bucket: str, tmp_path: Path) -> None:
     """Two projects with the same prefix and run name, in two buckets: neither goes on from the other's weights."""
     train(save_folder=f"{bucket}/run", run_name="mine", max_duration="1ep")
@@ -219,7 +206,6 @@ def test_what_is_staged_for_another_bucket_is_not_resumed(s3_server: Any, bucket
         assert run.state.timestamp.epoch == 1
 
 
-# ── in training ──────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_bucket_that_goes_away_ends_training_and_what_was_saved_is_here(
     s3_server: Any, bucket: str, store: ObjectStore, tmp_path: Path
 ) -> None:
@@ -250,36 +236,6 @@ def test_uploads_that_fail_are_tolerated_on_request(
     )
     assert run.state.timestamp.batch == 12
     assert "save_failure_limit=100" in caplog.text
-
-
-@pytest.mark.parametrize("way", ["uri", "logger"])
-def test_uploads_that_fail_too_often_end_training(s3_server: Any, bucket: str, store: ObjectStore, way: str) -> None:
-    """With ``save_failure_limit=1`` the second upload in a row that fails is raised, also where a logger uploads."""
-    where: dict[str, Any] = {"save_folder": f"{bucket}/run"}
-    if way == "logger":
-        where = {"save_folder": "run", "loggers": [RemoteUploaderDownloader(bucket)]}
-    run = trainer(
-        **where,
-        save_interval="2ba",
-        save_failure_limit=1,
-        callbacks=[Do(3, lambda: remove_bucket(s3_server, bucket, store))],
-    )
-    with pytest.raises(FileNotFoundError, match=bucket):
-        run.fit()
-    with contextlib.suppress(FileNotFoundError, ExceptionGroup):
-        run.close()
-
-
-def test_a_crash_loses_no_checkpoint_where_a_logger_uploads(bucket: str, store: ObjectStore) -> None:
-    """The error of training is what comes out, and what was saved before it is in the bucket."""
-    with (
-        pytest.raises(CrashError),
-        trainer(
-            save_folder="run", save_interval="1ba", callbacks=[StopAt(5)], loggers=[RemoteUploaderDownloader(bucket)]
-        ) as run,
-    ):
-        run.fit()
-    assert "run/ep1-ba5-rank0.pt" in names(store)
 
 
 class CrashBehindUpload(Callback):
@@ -343,88 +299,6 @@ def test_a_program_that_is_preempted_does_not_outstay_its_grace_period(
     assert re.search(rf"{told}: .*/run/ep2-ba8-rank0\.pt", done.stderr)
 
 
-class PreemptAt(Callback):
-    """Asks for the end of the run at a batch, with a grace period of a moment."""
-
-    def __init__(self, handler: PreemptionHandler, batch: int) -> None:
-        self.handler = handler
-        self.batch = batch
-
-    def batch_end(self, state: State, logger: Logger) -> None:
-        if int(state.timestamp.batch) == self.batch:
-            self.handler.preempt(grace_period=0.1)
-
-
-def test_a_grace_period_that_the_process_outlives_ends_with_the_next_trainer(bucket: str, store: ObjectStore) -> None:
-    """As in a notebook where Ctrl-C has ended a run: the next one waits for its uploads, and has all of them, though
-    its Trainer has no handler, or was built before."""
-    handler = PreemptionHandler()
-    before = trainer(save_folder=f"{bucket}/before", run_name="before")
-    with trainer(callbacks=[handler, PreemptAt(handler, 2)], save_folder="saves") as run, pytest.raises(Preempted):
-        run.fit()
-    time.sleep(0.2)
-    with before:
-        before.fit()
-    train(save_folder=f"{bucket}/after", run_name="after")
-    assert {"before/ep3-ba12-rank0.pt", "after/ep3-ba12-rank0.pt"} <= set(names(store))
-
-
-class Jam(Callback):
-    """Uploads wait from the first batch to the fourth."""
-
-    def __init__(self) -> None:
-        self.over = threading.Event()
-
-    def batch_end(self, state: State, logger: Logger) -> None:
-        (saver,) = (callback.manager for callback in state.callbacks if isinstance(callback, CheckpointSaver))
-        (publisher,) = saver.publishers
-        batch = int(state.timestamp.batch)
-        for _ in range(2 if batch == 1 else 0):
-            publisher.uploader.submit("a wait", self.over.wait, lane=publisher.bucket.uri())
-        if batch == 4:
-            self.over.set()
-            assert publisher.uploader.wait(60)
-
-
-def test_uploads_that_wait_too_long_do_not_keep_a_name_from_the_run(bucket: str, store: ObjectStore) -> None:
-    """A save that fails behind its commit, where that is tolerated: the next of the same name replaces it."""
-    saver = CheckpointSaver(
-        f"{bucket}/run", filename="ep{epoch}.pt", save_interval="1ba", failure_limit=3, upload_timeout_in_seconds=2.0
-    )
-    train(callbacks=[Jam(), saver])
-    assert saved_batches(Path("run")) == [4, 8, 12]
-    assert {"run/ep1.pt", "run/ep2.pt"} <= set(names(store))
-
-
-def test_the_end_of_fit_tells_of_the_last_upload(s3_server: Any, bucket: str, store: ObjectStore) -> None:
-    """A file that a logger could not upload is an error of ``fit``, not only of ``close``."""
-    logger = RemoteUploaderDownloader(bucket)
-
-    class Upload(Callback):
-        def fit_end(self, state: State, logger: Logger) -> None:
-            remove_bucket(s3_server, bucket, store)
-            logger.upload_file("log.txt", __file__)
-
-    run = trainer(loggers=[logger], callbacks=[Upload()])
-    with pytest.raises(FileNotFoundError, match=bucket):
-        run.fit()
-    run.close()
-
-
-def test_a_run_that_crashes_leaves_no_broken_checkpoint_in_the_bucket(bucket: str) -> None:
-    """Training that raises still publishes what was saved before, and every checkpoint in the bucket is whole."""
-    with (
-        pytest.raises(CrashError),
-        trainer(save_folder=f"{bucket}/run", save_interval="1ba", callbacks=[StopAt(5)]) as run,
-    ):
-        run.fit()
-    with Bucket.of(open_store(bucket), "run") as place:
-        remote = Catalog(place)
-        assert [manifest.batch for manifest in remote.manifests()] == [1, 2, 3, 4, 5]
-        for manifest in remote.manifests():
-            remote.verify(manifest)
-
-
 def without_deletions(bucket: str, monkeypatch: pytest.MonkeyPatch, *, name: str = "*") -> FaultyStore:
     """A bucket where objects of ``name`` can be written and not deleted."""
     store = FaultyStore(open_store(bucket))
@@ -432,16 +306,6 @@ def without_deletions(bucket: str, monkeypatch: pytest.MonkeyPatch, *, name: str
     store.faults = [Fault(verb="delete_object", name=name, error=denied, times=1000)]
     monkeypatch.setattr(publish_module, "open_store", lambda uri: store)
     return store
-
-
-def test_who_may_not_delete_hears_of_it_before_training(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where older checkpoints are to go: the error says by which argument, and no checkpoint is begun."""
-    store = without_deletions(bucket, monkeypatch)
-    with pytest.raises(PermissionError, match="AccessDenied") as error:
-        trainer(save_folder=f"{bucket}/run", save_num_remote_checkpoints_to_keep=1)
-    assert error.value.__notes__[0].startswith("save_num_remote_checkpoints_to_keep=1: older checkpoints must be")
-    assert f"{bucket}/run" in error.value.__notes__[0]
-    assert names(store) == []
 
 
 def test_a_deletion_that_fails_in_a_bucket_is_no_failure_of_the_upload(
@@ -463,34 +327,6 @@ def test_a_deletion_that_fails_in_a_bucket_is_no_failure_of_the_upload(
     assert re.search(r"could not be deleted from a bucket \(\d in a row, save_failure_limit=100\)", caplog.text)
 
 
-def test_a_slow_deletion_in_a_bucket_does_not_hold_up_the_next_save(
-    bucket: str, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The third epoch is saved, and the save of the fourth begun, while the bucket deletes the first checkpoint; in the
-    end it has the newest alone."""
-    is_deleting, fifth_epoch = threading.Event(), threading.Event()
-    waited: list[bool] = []
-
-    def delete() -> None:
-        is_deleting.set()
-        waited.append(fifth_epoch.wait(30))
-
-    class Meet(Callback):
-        def batch_end(self, state: State, logger: Logger) -> None:
-            if int(state.timestamp.batch) == 11:
-                assert is_deleting.wait(60)
-            elif int(state.timestamp.batch) == 17:
-                fifth_epoch.set()
-
-    slow = FaultyStore(open_store(bucket), Fault(verb="delete_object", name="*/ep1-*", error=None, first=delete))
-    monkeypatch.setattr(publish_module, "open_store", lambda uri: slow)
-    how: dict[str, Any] = {"save_folder": f"{bucket}/run", "save_num_remote_checkpoints_to_keep": 1}
-    train(**how, callbacks=[Meet()], max_duration="5ep")
-    assert waited == [True], "the save of the fourth epoch waited until the first checkpoint was deleted"
-    assert [name for name in names(store) if name.startswith("run/ep")] == ["run/ep5-ba20-rank0.pt"]
-
-
-# ── what stays where ─────────────────────────────────────────────────────────────────────────────────────────────────
 def test_the_bucket_keeps_as_many_as_it_is_told(bucket: str, store: ObjectStore) -> None:
     """``save_num_remote_checkpoints_to_keep`` deletes older ones; by default all stay."""
     train(save_folder=f"{bucket}/all", save_num_checkpoints_to_keep=1)
@@ -502,34 +338,12 @@ def test_the_bucket_keeps_as_many_as_it_is_told(bucket: str, store: ObjectStore)
     ]
 
 
-def test_ephemeral_checkpoints_go_in_the_bucket_too(bucket: str, store: ObjectStore) -> None:
-    """Each is there until the next is; those that are to stay, stay."""
-    train(save_folder=f"{bucket}/run", save_interval="1ep", save_ephemeral_interval="1ba")
-    assert names(store) == [
-        "run/ep1-ba4-rank0.pt",
-        "run/ep2-ba8-rank0.pt",
-        "run/ep3-ba12-rank0.pt",
-        "run/latest-rank0.pt.symlink",
-    ]
-
-
 def test_keeping_none_here_holds_after_a_resume(bucket: str, tmp_path: Path) -> None:
     """What autoresume fetched goes as well, and so does what was not uploaded when the run died."""
     how: dict[str, Any] = {"save_folder": f"{bucket}/run", "save_num_checkpoints_to_keep": 0}
     train(**how, max_duration="2ep")
     train(**how, autoresume=True)
     assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == []
-
-
-def test_a_logger_that_only_loads_formats_names(bucket: str) -> None:
-    """As ``load_object_store`` alone it knows the run's name."""
-
-    def logger() -> RemoteUploaderDownloader:
-        return RemoteUploaderDownloader(bucket, file_path_format_string="{run_name}/x/{remote_file_name}")
-
-    train(save_folder="ck", save_filename="ep{epoch}.pt", loggers=[logger()], max_duration="1ep")
-    with trainer(load_path="ck/ep1.pt", load_object_store=logger()) as run:
-        assert run.state.timestamp.epoch == 1
 
 
 def test_the_staging_folder_can_be_chosen(bucket: str, tmp_path: Path) -> None:
@@ -575,26 +389,236 @@ def test_a_saver_of_ones_own_may_have_a_uri(bucket: str, store: ObjectStore) -> 
     assert run.state.load_path == "mine/ba8.pt"
 
 
-@pytest.mark.parametrize("again", ["continues", "starts over"])
-def test_a_run_whose_checkpoints_have_had_other_names_meanwhile_resumes_from_the_newest(
-    bucket: str, again: str, tmp_path: Path
+LONGER_THAN_A_HEARTBEAT = 1.5
+LEASE = "run/.ep{epoch}-ba{batch}-rank{rank}.pt.lease"
+"""The object of the lease of the default names of files, where save_folder is ``run``."""
+
+
+class Wait(Callback):
+    """Tells the number of the process after five batches, and waits until its input has a line."""
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        if int(state.timestamp.batch) == 5:
+            sys.stdout.write(f"{os.getpid()}\n")
+            sys.stdout.flush()
+            sys.stdin.readline()
+
+
+def train_and_wait(folder: str, staging: str, names: str) -> None:
+    """Train, and stand in the middle of it."""
+    torch.set_num_threads(1)
+    with trainer(
+        callbacks=[Wait()], save_folder=folder, save_staging_folder=staging, save_interval="2ba", **json.loads(names)
+    ) as run:
+        run.fit()
+
+
+@contextmanager
+def another_machine(folder: str, staging: Path, **names: Any) -> Generator[int]:
+    """A launch of ``run`` that stages elsewhere, and stands in its middle until the block ends: its process."""
+    with started(train_and_wait, folder, str(staging), json.dumps(names)) as process:
+        assert process.stdout is not None
+        yield int(process.stdout.readline())
+        _, said = process.communicate("\n", timeout=240)
+        assert process.returncode == 0, said
+
+
+def objects(store: ObjectStore) -> list[str]:
+    """The names of all objects that are not about checkpoints."""
+    return [info.name for info in store.list_objects() if not PurePosixPath(info.name).name.startswith(".")]
+
+
+def leases(store: ObjectStore) -> list[str]:
+    """The names of what is left of leases."""
+    return [info.name for info in store.list_objects() if ".lease" in info.name]
+
+
+# ── two machines ─────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_second_launch_of_a_run_is_refused_before_it_writes(bucket: str, store: ObjectStore, tmp_path: Path) -> None:
+    """Without autoresume, on another machine, even where it may overwrite: it is told by whom, before its first batch.
+
+    The first trains on and has all that it saved.
+    """
+    folder = f"{bucket}/saves"
+    with (
+        another_machine(folder, tmp_path / "one") as first,
+        trainer(save_folder=folder, save_staging_folder=tmp_path / "two", save_overwrite=True) as run,
+    ):
+        with pytest.raises(
+            RunInUseError, match=rf"run 'run': .* is written by another process, process {first} on .*another launch"
+        ):
+            run.fit()
+        assert int(run.state.timestamp.batch) == 0
+    assert len([name for name in objects(store) if name.startswith("saves/ep")]) == 6
+    assert leases(store) == []
+
+
+@pytest.mark.parametrize(
+    ("names", "shared"),
+    [
+        ({"save_filename": "{run_name}-ba{batch}.pt"}, "latest-rank0.pt"),
+        ({"save_latest_filename": "{run_name}.pt", "save_overwrite": True}, "ep{epoch}-ba{batch}-rank{rank}.pt"),
+        ({"save_remote_file_name": "files/{run_name}/ba{batch}.pt"}, "latest-rank0.pt"),
+        ({}, "ep{epoch}-ba{batch}-rank{rank}.pt"),
+    ],
+    ids=["link", "files", "link above files in folders of their own", "all"],
+)
+def test_two_runs_whose_objects_have_the_same_names_do_not_share_a_prefix(
+    names: dict[str, Any], shared: str, bucket: str, store: ObjectStore, tmp_path: Path
 ) -> None:
-    """On a new disk, where the link of its names of now leads to what it saved before; the newest has another link."""
-    first: dict[str, Any] = {"save_folder": f"{bucket}/run"}
-    other = {"save_filename": "other-ba{batch}.pt", "save_latest_filename": "latest-of-other.pt"}
-    train(**first, max_duration="2ep")
-    how = {"autoresume": True} if again == "continues" else {"save_overwrite": True}
-    train(**first, **other, **how, max_duration="10ba" if again == "continues" else "1ep")
-    for number, names_of in enumerate([{}, other, {}]):
-        new_disk = {"save_staging_folder": tmp_path / f"disk{number}"}
-        with trainer(**first, **names_of, **new_disk, autoresume=True, max_duration="3ep") as run:
-            assert run.state.timestamp.batch == (10 if again == "continues" else 4)
+    """On two machines, as in one folder: the second is told before its first batch, with the name and the way out."""
+    folder = f"{bucket}/saves"
+    with (
+        another_machine(folder, tmp_path / "one", **names) as first,
+        trainer(run_name="other", save_folder=folder, save_staging_folder=tmp_path / "two", **names) as run,
+    ):
+        holder = rf"{re.escape(f'{folder}/{shared}')}' is written by .* process {first} on "
+        told = rf"{holder}.*its own save_folder or file names"
+        with pytest.raises(RunInUseError, match=told):
+            run.fit()
+        assert int(run.state.timestamp.batch) == 0
+    assert leases(store) == []
 
 
-def test_weights_load_from_a_bucket(bucket: str) -> None:
-    """``load_weights_only`` with a URI takes the model and leaves the clock at zero."""
-    first = train(save_folder=f"{bucket}/run")
-    with trainer(model=Classifier(), load_path=f"{bucket}/run/latest-rank0.pt", load_weights_only=True) as run:
-        assert run.state.timestamp.batch == 0
-        for name, weight in run.state.model.state_dict().items():
-            assert torch.equal(weight, first.state.model.state_dict()[name])
+@pytest.mark.parametrize(
+    ("second", "told"),
+    [
+        ({}, r"/run/checkpoints/(?:ep\{epoch\}-ba\{batch\}-rank\{rank\}|latest-rank0)\.pt"),
+        ({"filename": "w{batch}.pt"}, r"/run/checkpoints/latest-rank0\.pt"),
+        ({"latest_filename": "w.pt"}, r"/run/checkpoints/ep\{epoch\}-ba\{batch\}-rank\{rank\}\.pt"),
+    ],
+    ids=["all", "link", "files"],
+)
+def test_two_savers_never_share_an_object(
+    second: dict[str, Any], told: str, bucket: str, store: ObjectStore, tmp_path: Path
+) -> None:
+    """Not from two folders either: the trainer is not built, and the message names both and the way out."""
+    savers = [CheckpointSaver("a"), CheckpointSaver("b", weights_only=True, **second)]
+    with pytest.raises(ConfigError, match=rf"two CheckpointSavers, of 'b' and of 'a', both write .*{told}.* Give one"):
+        trainer(callbacks=savers, loggers=[RemoteUploaderDownloader(bucket)])
+    savers = [CheckpointSaver(f"{bucket}/run", staging_folder=stage) for stage in ("a", "b")]
+    with pytest.raises(ConfigError, match=r"two CheckpointSavers, .* Give one of them another"):
+        trainer(callbacks=savers)
+    assert objects(store) == []
+
+
+class TakenOver(Callback):
+    """Another process takes the run over at the end of the second epoch, or, with an upload that waits, of a batch of
+    the third: this one was suspended."""
+
+    def __init__(self, store: ObjectStore, *, uploads: bool) -> None:
+        self.store, self.uploads = store, uploads
+        self.may_upload = threading.Event()
+
+    def epoch_end(self, state: State, logger: Logger) -> None:
+        if int(state.timestamp.epoch) == 2 and self.uploads:
+            saver = self._saver(state)
+            if saver.pending is not None:
+                saver.pending.join()
+            (publisher,) = saver.publishers
+            assert publisher.uploader.wait(60)
+            publisher.uploader.submit("a wait", self.may_upload.wait, lane=publisher.bucket.uri())
+        elif int(state.timestamp.epoch) == 2:
+            self.take()
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        if int(state.timestamp.batch) == 9 and self.uploads:
+            if self._saver(state).pending is not None:
+                self._saver(state).pending.join()
+            self.take()
+            self.may_upload.set()
+            assert self._saver(state).publishers[0].uploader.wait(60)
+
+    def take(self) -> None:
+        other = {"process": "process 1 on elsewhere", "id": "1-other"}
+        self.store.put_bytes(LEASE, json.dumps(other).encode())
+        time.sleep(LONGER_THAN_A_HEARTBEAT)
+
+    def _saver(self, state: State) -> CheckpointManager:
+        (saver,) = (callback.manager for callback in state.callbacks if isinstance(callback, CheckpointSaver))
+        return saver
+
+
+@pytest.mark.parametrize("uploads", [False, True], ids=["save", "upload"])
+def test_who_lost_the_run_writes_nothing_more(bucket: str, store: ObjectStore, uploads: bool) -> None:
+    """Neither the save after it, nor an upload that waited: the link stays on what the other process knows, and the
+    error says that it has the run."""
+    taken = TakenOver(store, uploads=uploads)
+    how: dict[str, Any] = {"save_folder": f"{bucket}/run", "save_failure_limit": 100, "max_duration": "3ep"}
+    with (
+        pytest.raises(RunInUseError, match="process 1 on elsewhere has taken over this run"),
+        trainer(callbacks=[taken], **how) as run,
+    ):
+        run.fit()
+    there = [info.name for info in store.list_objects()]
+    assert "run/ep1-ba4-rank0.pt" in there
+    assert not [name for name in there if "ba8-rank0.pt.json" in name]
+    with Transfer(store) as transfer:
+        assert Bucket(transfer, "run").target_of("latest-rank0.pt") == "ep1-ba4-rank0.pt"
+    assert saved_batches(Path("run")) == ([4, 8] if uploads else [4])
+
+
+def test_a_launch_that_takes_a_run_over_aborts_its_unfinished_uploads(
+    bucket: str, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The silent holder may be suspended in the middle of an upload. Uploads of other runs go on."""
+    monkeypatch.setattr(lease, "DEAD_SECONDS", 1.5)
+    other = {"process": "process 1 on elsewhere", "id": "1-other"}
+    for name in (LEASE, "run/.latest-rank0.pt.lease"):
+        store.put_bytes(name, json.dumps(other).encode())
+    for name in ("run/ep1-ba4-rank0.pt", "run/ep1-ba4-rank0.pt/file", "run/other-ba4.pt"):
+        assert store.start_parts(name) is not None
+    train(save_folder=f"{bucket}/run", autoresume=True)
+    assert [upload.name for upload in store.unfinished_parts("")] == ["run/other-ba4.pt"]
+    assert leases(store) == []
+
+
+ID = re.compile("_[0-9a-f]{16}")
+
+
+def names_below(store: ObjectStore, below: str) -> list[str]:
+    return sorted(info.name.removeprefix(below) for info in store.list_objects(below))
+
+
+def resumed(bucket: str, batches: int) -> dict[str, Any]:
+    """What one process finds that goes on with the run."""
+    how = {"save_folder": f"{bucket}/run", "save_filename": "ba{batch}.pt", "save_interval": "100ep"}
+    return bucket_ranks.train(**how, autoresume=True, train_subset_num_batches=2, max_duration=f"{batches}ba")
+
+
+def test_a_run_of_many_ranks_goes_on_from_its_bucket(
+    bucket: str, store: ObjectStore, tmp_path: Path, s3_server: Any
+) -> None:
+    """Its folder lost, the same ranks go on bit for bit, and one process with the same weights. Each rank reads its
+    part. The same where nodes have disks of their own to save to. As many checkpoints stay as were asked for. Uploads
+    that fail are raised by every rank, or tolerated. Where a logger uploads, its settings hold for loading too."""
+    told = run_ranks(bucket_ranks.runs, 2, bucket, s3_server.store_kwargs)
+    for one in told:
+        assert one["first"]["saved"] == ["ba3", "ba4"]
+        assert one["resumed"]["loaded"] == f"{bucket}/run/ba4"
+        assert one["resumed"]["saved"] == ["ba5", "ba6"]
+        for name, tensor in one["whole"]["ended"].items():
+            assert torch.equal(one["resumed"]["ended"][name], tensor)
+        assert one["apart"]["loaded"] == f"{bucket}/apart/ba4"
+        for name, tensor in one["whole"]["ended"].items():
+            assert torch.equal(one["apart"]["ended"][name], tensor)
+        assert one["tolerated"] == [f"ba{batch}" for batch in range(1, 5)]
+        assert re.search(r"strict/ba2/__0_0_\w+\.distcp: there is no network", one["raised"])
+        assert one["logged"] == f"{bucket}/logged/run/ba4"
+    assert [[ID.sub("_ID", name) for name in one["apart"]["here"]] for one in told] == [
+        [f"__{rank}_0_ID.distcp"] for rank in (0, 1)
+    ]
+    sizes = {name: store.get_object_size(name) for name in names_below(store, "") if name.endswith(".distcp")}
+    of_two = sum(size for name, size in sizes.items() if "run/ba6/" in name and "logged" not in name)
+    for rank, one in enumerate(told):
+        assert sum(one["reads"].values()) < of_two * 0.75, rank
+    files = (".metadata", "__0_0_ID.distcp", "__1_0_ID.distcp")
+    saved = [f"ba{batch}/{file}" for batch in (4, 5, 6) for file in files]
+    there = [ID.sub("_ID", name) for name in names_below(store, "run/")]
+    assert sorted(there) == sorted([*saved, "latest.symlink"])
+    assert store.read_range("run/latest.symlink", 0, 7) == b"run/ba6"
+    assert not [name for name in names_below(store, "tolerant/") if "ba2" in name and not name.startswith("ba2/")]
+    alone = resumed(bucket, 7)
+    assert alone["loaded"] == f"{bucket}/run/ba6"
+    for name, tensor in told[0]["whole"]["ended"].items():
+        assert torch.equal(alone["began"][name], tensor)

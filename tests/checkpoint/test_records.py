@@ -1,32 +1,40 @@
-"""The record at the end of a file: read as written, ignored by other programs, refused if damaged or planted."""
+"""Records of checkpoints: read as written, and refused if damaged or planted."""
 
 from __future__ import annotations
 
 import dataclasses
+import errno
+import functools
 import io
+import itertools
 import json
 import random
 import shutil
 import subprocess
 import tarfile
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
 import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from parts import flip, save_batch, value_in
-from test_record_fuzz import changed
 
 from composerlite.checkpoint import Catalog, FileRecord, Manifest, read_checkpoint
+from composerlite.checkpoint.api.step_files import CheckpointMetadata
 from composerlite.checkpoint.format import MOST_TAIL_BYTES
 from composerlite.checkpoint.format.archive import STATES
 from composerlite.checkpoint.format.torch_file import FileInMemory, TorchImage
+from composerlite.checkpoint.format.zip_file import ZipRecord, entries, laid_out, trailer
 from composerlite.checkpoint.load.reader import opened
+from composerlite.checkpoint.record.naming import relative_path
 from composerlite.checkpoint.record.record import SavedRun, seal, tail_room, unseal
-from composerlite.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError, SaveError
+from composerlite.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from composerlite.storage import FileDigest, chunk_bytes_for
 from composerlite.storage.disk.writer import Digester
 from composerlite.types import Ancestor, Lineage
@@ -60,7 +68,6 @@ def with_run(**changes: Any) -> Manifest:
     return dataclasses.replace(RECORD, run=dataclasses.replace(RECORD.run, **changes))
 
 
-# ── files with a record ──────────────────────────────────────────────────────────────────────────────────────────────
 def digest_of(body: bytes) -> FileDigest:
     digester = Digester(chunk_bytes_for(len(body)))
     digester.update(body)
@@ -113,7 +120,6 @@ def is_found_out(path: Path) -> bool:
     return not listed
 
 
-# ── there and back ───────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("name", FORMS)
 def test_a_record_is_read_as_it_was_written(name: str, tmp_path: Path) -> None:
     """With the size and the digests of the file, which verifies and loads."""
@@ -133,23 +139,6 @@ def test_a_record_is_read_as_it_was_written(name: str, tmp_path: Path) -> None:
     assert torch.equal(loaded(tmp_path / name)["x"], CONTENTS["x"])
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_a_file_without_a_tail_has_no_record(name: str) -> None:
-    """Nor has an empty one, or what is shorter than a tail."""
-    data = FORMS[name]()
-    found = read(data, name)
-    assert found is not None
-    for other in (data[: -found.files[0].tail_bytes], b"", b"\n", b"CLREC1"):
-        assert read(other, name) is None
-
-
-@pytest.mark.parametrize("mmap", [True, False])
-def test_torch_alone_opens_a_file_with_a_record(mmap: bool, tmp_path: Path) -> None:
-    (tmp_path / "a.pt").write_bytes(pt_file())
-    found = torch.load(tmp_path / "a.pt", weights_only=True, mmap=mmap)
-    assert torch.equal(found["x"], CONTENTS["x"])
-
-
 def test_zip_and_tar_programs_ignore_the_record(tmp_path: Path) -> None:
     """``zipfile``, ``unzip -t``, ``tarfile`` and ``tar``."""
     for name, make in FORMS.items():
@@ -165,7 +154,6 @@ def test_zip_and_tar_programs_ignore_the_record(tmp_path: Path) -> None:
             assert (done.returncode, done.stderr) == (0, ""), done
 
 
-# ── names ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_copy_under_another_name_is_not_listed_but_loads_and_verifies(tmp_path: Path) -> None:
     """A copy is never resumed from or deleted by accident, and keeps its digests. In another folder it is listed."""
     path = save_batch(tmp_path / "run", 1)
@@ -188,15 +176,6 @@ def test_a_copy_under_another_name_is_not_listed_but_loads_and_verifies(tmp_path
         Catalog(path.parent).verify(manifest)
 
 
-def test_a_record_names_its_other_places(tmp_path: Path) -> None:
-    """Under a name that the record knows, the file is a checkpoint with the template of that name."""
-    (tmp_path / "b.pt").write_bytes(pt_file())
-    (manifest,) = Catalog(tmp_path).manifests()
-    assert (manifest.name, manifest.template) == ("b.pt", "{batch}.pt")
-    Catalog(tmp_path).verify(manifest)
-
-
-# ── a record has room for much, and not for everything ───────────────────────────────────────────────────────────────
 MANY = {f"metric number {number}": number / 7 for number in range(3000)}
 
 
@@ -212,66 +191,18 @@ def test_a_record_that_is_too_large_has_no_metrics(caplog: pytest.LogCaptureFixt
     assert found.run.metrics == some.run.metrics
 
 
-def test_a_record_that_is_too_large_without_metrics_is_an_error() -> None:
-    """It says what makes the record large, before the file gets its name."""
-    with pytest.raises(SaveError, match=r"'a\.pt'.*at most 65279.*save_ignore_keys"):
-        pt_file(dataclasses.replace(RECORD, left_out=tuple(MANY)))
-
-
-@pytest.mark.parametrize("size_bytes", [0, 1, 2**20, 2**31, 2**40])
-def test_there_is_room_for_what_is_known_last(size_bytes: int) -> None:
-    """The digests of files of any size, timings, and the name of a weight, however long and odd."""
-    room = tail_room(RECORD, size_bytes)
-    chunk_bytes = chunk_bytes_for(size_bytes)
-    chunks = "A" * (-(-8 * -(-size_bytes // chunk_bytes) // 3) * 4)
-    stored = FileDigest(size_bytes, "f" * 32, chunk_bytes, chunks)
-    for name in ("weight", "☃" * 1000):
-        last = dataclasses.replace(with_run(not_finite=(name,)), timings={f"timing {i}": 1 / 7 for i in range(12)})
-        assert len(seal(dataclasses.replace(last, unpacked_bytes=size_bytes), stored, room=room)) == room
-
-
-# ── damage ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_one_flipped_bit_anywhere_is_found(tmp_path: Path) -> None:
-    """In every byte of the file. None is loaded with a record that does not vouch for it."""
+    """Anywhere in the file. None is loaded with a record that does not vouch for it."""
     path = tmp_path / "a.pt"
     data = pt_file()
-    for offset in range(len(data)):
+    for offset in range(0, len(data), 5):
         damaged = bytearray(data)
         damaged[offset] ^= 1 << (offset % 8)
         path.write_bytes(damaged)
         assert is_found_out(path), offset
-        if offset % 7 == 0:
+        if offset % 35 == 0:
             with pytest.raises(CorruptCheckpointError):
                 loaded(path)
-
-
-@pytest.mark.parametrize("name", FORMS)
-def test_every_bit_of_the_tail_counts(name: str) -> None:
-    """A record with another bit is damaged. It is not called absent."""
-    data = FORMS[name]()
-    found = read(data, name)
-    assert found is not None
-    for offset in range(len(data) - found.files[0].tail_bytes, len(data)):
-        for bit in range(8):
-            damaged = bytearray(data)
-            damaged[offset] ^= 1 << bit
-            with pytest.raises(CorruptCheckpointError, match=f"there/{name}' cannot be read"):
-                read(bytes(damaged), name)
-
-
-def test_a_file_that_was_cut_off_or_extended_has_no_good_record(tmp_path: Path) -> None:
-    """At any length; with anything behind its end, its own record included."""
-    path = tmp_path / "a.pt"
-    data = pt_file()
-    found = read(data)
-    assert found is not None
-    tail = data[-found.files[0].tail_bytes :]
-    more = (b"\n", b"x", bytes(100), bytes(70_000), tail, data, tail[:-1], b"\n" + tail)
-    for other in (*(data[:length] for length in range(len(data))), *(data + end for end in more), data[1:]):
-        with pytest.raises(CorruptCheckpointError):  # noqa: PT012 - either finds it
-            assert read(other) is None
-            path.write_bytes(other)
-            loaded(path)
 
 
 def test_the_record_of_another_file_does_not_vouch_for_this_one(tmp_path: Path) -> None:
@@ -287,7 +218,6 @@ def test_the_record_of_another_file_does_not_vouch_for_this_one(tmp_path: Path) 
         loaded(path)
 
 
-# ── planted records ──────────────────────────────────────────────────────────────────────────────────────────────────
 BODY = b"PK" + bytes(1000)
 
 
@@ -385,71 +315,238 @@ def test_a_planted_record_is_refused(what: str, tmp_path: Path) -> None:
     assert ([manifest.name for manifest in manifests], [*faults]) == (["b.pt"], ["a.pt"])
 
 
-def test_two_thousand_odd_records_are_refused_or_stay_in_their_folder() -> None:
-    """Records that anybody may have signed, with one thing in them that is odd, gone, or more."""
-    draw = random.Random(41)
-    believed = 0
-    for _ in range(2000):
-        data = planted(json.dumps(changed(draw, fields())).encode())
-        try:
-            found = read(data)
-        except (CorruptCheckpointError, IncompatibleCheckpointError) as e:
-            assert "'there/a.pt'" in str(e)  # noqa: PT017 - each has its own reason
-            continue
-        assert found is not None
-        believed += 1
-        assert [file.path for file in found.files] == ["a.pt"]
-        assert (found.size_bytes, found.files[0].digest.body_bytes) == (len(data), len(BODY))
-        assert not {"..", ""} & {*found.name.split("/")[:1]}
-        assert found.batch >= 0
-    assert 50 < believed < 1500
+T = TypeVar("T")
+_FILE = {"size_bytes": 4, "xxh3_128": "0" * 32}
+LEADING_OUT = ["../x", "/etc/passwd", "a/../../x", "a//b", "./a", "a/.", "", ".", "..", "a\0b", "..\\x", "\\\\host\\x"]
+ODD_PATHS = [
+    *LEADING_OUT,
+    "a\x1b[31mb",
+    "a\nb",
+    "x" * 300,
+    "a/" * 3000 + "b",
+    ".manifest/other.json",
+    "\ud800",
+    "notes.txt",
+]
+ODD_NUMBERS = [-1, 1.5, True, 2**63, -(2**70), 10**400, float("nan"), float("inf"), -float("inf"), 0, -0.0]
+ODD: list[Any] = [None, "", "x", [], {}, [[]], {"a": {}}, [None], *ODD_PATHS, *ODD_NUMBERS]
 
 
-# ── chance ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def mutated(draw: random.Random, data: bytes, other: bytes) -> bytes:
-    """The file with one to three changes: bits, bytes, holes, parts that are doubled, moved, cut or another file's."""
-    for _ in range(draw.randint(1, 3)):
-        at = draw.choice([draw.randrange(len(data) + 1), max(0, len(data) - draw.randrange(1, 200))])
-        size = draw.choice([1, 2, 8, 50, 500, 3000])
-        piece = data[at : at + size]
-        flipped = bytes(byte ^ (1 << draw.randrange(8)) for byte in piece[:1])
-        changes = [
-            data[:at] + flipped + data[at + 1 :],
-            data[:at] + draw.randbytes(len(piece)) + data[at + size :],
-            data[:at] + bytes(len(piece)) + data[at + size :],
-            data[:at] + data[at + size :],
-            data[:at] + piece + data[at:],
-            data[:at],
-            data[:at] + other[at : at + size] + data[at + size :],
-            data[:at] + other[at:],
-        ]
-        data = draw.choice(changes)
-    return data
+def _base(**changes: Any) -> dict[str, Any]:
+    """Return the fields of a record as they are in ``run/ep1-ba3/.metadata``, without the file itself."""
+    manifest = Manifest(
+        name="run/ep1-ba3",
+        kind="sharded",
+        form="sharded",
+        template="ep{epoch}-ba{batch}",
+        run=SavedRun(name="run", timestamp={"epoch": 1, "batch": 3, "total_wct": 1.5}, metrics={"loss": 0.5}),
+        files=(),
+    )
+    fields = {**dataclasses.asdict(manifest), "files": [_FILE | {"path": "a"}, _FILE | {"path": "sub/b"}]}
+    del fields["node"]
+    return {**fields, **changes}
 
 
-@pytest.mark.parametrize(("name", "count"), [("a.pt", 2000), ("a.tar", 300)])
-def test_damaged_files_are_never_loaded_with_other_contents(name: str, count: int, tmp_path: Path) -> None:
-    """An error, or what was saved; and what its record vouches for is the file as it was saved."""
-    draw = random.Random(42)
-    path = tmp_path / name
-    record = dataclasses.replace(RECORD, name=name)
-    data, other = FORMS[name](record), FORMS[name](record, OTHER)
-    loads = 0
-    for _ in range(count):
-        damaged = mutated(draw, data, other)
-        path.write_bytes(damaged)
-        if damaged == other:
+def _signed(record: object, body: bytes = b"1234") -> bytes:
+    """Return a file with this record, as whoever plants it would write it: with the digests that belong to it."""
+    stored = {"size_bytes": len(body), "xxh3_128": xxhash.xxh3_128_hexdigest(body)}
+    fields = {"composerlite": 1, "record": record, "stored": stored}
+    text = b"\n" + json.dumps(fields).encode()
+    return body + text + f"\nCLREC1 {len(text):08x} {xxhash.xxh3_128_hexdigest(text)}\n".encode()
+
+
+def _record(path: str, data: bytes) -> Manifest:
+    """Return the record in the file ``path``, whose content is ``data``."""
+    found = unseal(path, len(data), data, "my.file/{}".format)
+    assert found is not None
+    return found
+
+
+def _deep(draw: random.Random) -> Any:
+    value: Any = 1
+    for _ in range(draw.choice([3, 50, 400])):
+        value = [value] if draw.random() < 0.5 else {"a": value}
+    return value
+
+
+def changed(draw: random.Random, value: Any) -> Any:
+    """``value`` with one thing in it that is odd, gone, or more."""
+    if isinstance(value, dict) and value and draw.random() < 0.85:
+        name = draw.choice(sorted(value))
+        kind = draw.random()
+        if kind < 0.1:
+            return {key: item for key, item in value.items() if key != name}
+        if kind < 0.2:
+            return {**value, draw.choice(["new", "__class__", "digest", "path"]): draw.choice(ODD)}
+        return {**value, name: changed(draw, value[name])}
+    if isinstance(value, list) and value and draw.random() < 0.85:
+        place = draw.randrange(len(value))
+        return [*value[:place], changed(draw, value[place]), *value[place + 1 :], *value[: draw.randrange(2)]]
+    return _deep(draw) if draw.random() < 0.1 else draw.choice(ODD)
+
+
+def _read(read: Callable[[], T], source: str) -> T | None:
+    """What was read; ``None`` if it was refused with a reason that names ``source``."""
+    try:
+        return read()
+    except (CorruptCheckpointError, IncompatibleCheckpointError) as e:
+        reason = str(e)
+    assert source in reason
+    return None
+
+
+def test_ten_thousand_odd_records_are_passed_over_or_stay_in_their_folder() -> None:
+    """Each is refused with a reason that names it, or is one whose paths and numbers are what they must be."""
+    draw = random.Random(36)
+    path = "run/ep1-ba3/.metadata"
+    read = 0
+    for _ in range(10_000):
+        data = _signed(changed(draw, _base()))
+        if draw.random() < 0.05:
+            at = draw.randrange(len(data) - 40)
+            data = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+        manifest = _read(functools.partial(unseal, path, len(data), data, "my.file/{}".format), "my.file/")
+        names = () if manifest is None else (manifest.saved_as, *manifest.also)
+        if manifest is None or manifest.name not in names:  # refused, or a copy made by hand
             continue
-        assert is_found_out(path) or damaged == data
-        try:
-            contents = loaded(path)
-        except CheckpointError:
+        read += 1
+        for one in (manifest.name, *(file.path for file in manifest.files)):
+            assert relative_path(one) == one
+        assert all(file.path.startswith("run/ep1-ba3/") for file in manifest.files)
+        assert manifest.batch >= 0
+        assert manifest.size_bytes >= 0
+        assert (manifest.order < manifest.order) is False
+    assert 200 < read < 5000
+
+
+def test_ten_thousand_odd_markers_of_steps_are_refused_or_hold_numbers() -> None:
+    """The same for ``.metadata.json`` in the directory of a step."""
+    draw = random.Random(37)
+    for _ in range(10_000):
+        fields = changed(draw, {"version": "1", "world_size": 2, "ephemeral": False})
+        data = json.dumps(fields).encode()
+        marker = _read(functools.partial(CheckpointMetadata.from_json, data, "step1/.metadata.json"), "step1/.meta")
+        if marker is None:
             continue
-        loads += 1
-        if torch.equal(contents["x"], OTHER["x"]):  # all of the other file was put in, but for its record
-            assert read(damaged, name) is None
-            continue
-        assert set(contents) == set(CONTENTS)
-        assert torch.equal(contents["x"], CONTENTS["x"])
-        assert contents["n"] == 3
-    assert loads < count / 5
+        assert marker.world_size >= 0
+
+
+RECORD_FORMS = {
+    "file": ("ba{batch}.pt", "ba3.pt", "ba3.pt"),
+    "archives": ("ba{batch}-rank{rank}.tar", "ba3-rank0.tar", "ba3-rank0.tar"),
+    "sharded": ("ba{batch}", "ba3", "ba3/.metadata"),
+    "weights": ("ba{batch}", "ba3", "ba3/model.safetensors.index.json"),
+}
+NEIGHBOURS = [
+    "ba7.pt",
+    "ba7",
+    "ba7/a",
+    "ba7-rank0.tar",
+    "ba7-rank1.tar",
+    "crash-ba7.pt",
+    "ba3-rank0.tar.gz",
+    "other.pt",
+]
+
+
+@pytest.mark.parametrize(
+    ("form", "path"),
+    [
+        *itertools.product(["file"], [*ODD_PATHS, *NEIGHBOURS]),
+        *itertools.product(["archives"], [*ODD_PATHS, *(path for path in NEIGHBOURS if "-rank" not in path)]),
+        *itertools.product(["sharded", "weights"], [*sorted({*LEADING_OUT} - {"a//b", "./a", "a/."}), "\ud800"]),
+    ],
+)
+def test_a_record_cannot_name_a_file_that_is_not_of_its_checkpoint(form: str, path: str) -> None:
+    """Neither outside its folder nor a neighbour: it would be deleted with the checkpoint."""
+    template, name, decider = RECORD_FORMS[form]
+    data = _signed(_base(form=form, name=name, template=template, files=[_FILE | {"path": path}]))
+    with pytest.raises(CorruptCheckpointError, match=r"my\.file"):
+        _record(decider, data)
+
+
+@pytest.mark.parametrize("opening", ["[", '{"a":'])
+def test_a_record_that_is_nested_too_deeply_is_passed_over(opening: str, tmp_path: Path) -> None:
+    """A reason, and not a RecursionError that stops the run; the others are listed."""
+    save_batch(tmp_path, 1)
+    text = f"\n{opening * 200_000}".encode()
+    footer = f"\nCLREC1 {len(text):08x} {xxhash.xxh3_128_hexdigest(text)}\n".encode()
+    (tmp_path / "ba2.pt").write_bytes(b"1234" + text + footer)
+    manifests, faults = Catalog(tmp_path).manifests_and_faults()
+    assert [manifest.name for manifest in manifests] == ["ba1.pt"]
+    assert list(faults) == ["ba2.pt"]
+
+
+@pytest.mark.parametrize("name", ["./a.pt", "b//a.pt", "run\u3000\u200d☃/a.pt", "-a b'.pt"])
+def test_odd_names_that_stay_in_the_folder_are_read(name: str) -> None:
+    """What was saved under odd names is not lost."""
+    manifest = _record(name, _signed(_base(form="file", name=name, files=[])))
+    assert (manifest.name, manifest.files[0].path) == (name, name)
+
+
+GiB = 1 << 30
+
+
+def build(path: Path, contents: list[tuple[str, bytes]]) -> list[ZipRecord]:
+    """Write an archive of small records."""
+    records: list[ZipRecord] = []
+    with path.open("wb") as file:
+        sizes = [(name, len(data)) for name, data in contents]
+        for record, (_, data) in zip(laid_out(sizes), contents, strict=True):
+            assert file.tell() == record.start
+            records.append(record._replace(crc=zlib.crc32(data)))
+            file.write(record.header + data + records[-1].descriptor)
+        file.write(trailer(records))
+    return records
+
+
+@settings(max_examples=50, deadline=None)
+@given(sizes=st.lists(st.integers(0, 200_000), min_size=1, max_size=8))
+def test_any_records_are_read_back_and_aligned(sizes: list[int], tmp_path_factory: object) -> None:
+    """zipfile reads all, with matching CRCs; data begin at multiples of 64, those of 64 KiB and more of 4096."""
+    path = tmp_path_factory.mktemp("zip") / "a.pt"  # type: ignore[attr-defined]
+    contents = [(f"data/{i}", bytes([i]) * size) for i, size in enumerate(sizes)]
+    for record in build(path, contents):
+        assert record.offset % (4096 if record.size >= 65536 else 64) == 0
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
+        assert {name: archive.read(f"archive/{name}") for name, _ in contents} == dict(contents)
+
+
+def test_records_beyond_four_gigabytes_are_found(tmp_path: Path) -> None:
+    """A record of 5 GiB, and small ones behind it: sizes and places need 64 bits. The file is sparse."""
+    small = b"behind the large one"
+    datas = {"data/0": b"", "data/1": small, "version": b"3\n"}
+    sizes = [("data/0", 5 * GiB), ("data/1", len(small)), ("version", 2)]
+    records = [
+        record._replace(crc=zlib.crc32(data)) for record, data in zip(laid_out(sizes), datas.values(), strict=True)
+    ]
+    path = tmp_path / "large.pt"
+    with path.open("wb") as file:
+        for record, data in zip(records, datas.values(), strict=True):
+            file.seek(record.start)
+            file.write(record.header + data)
+            file.seek(record.offset + record.size)
+            file.write(record.descriptor)
+        file.write(trailer(records))
+    with zipfile.ZipFile(path) as archive:
+        assert archive.getinfo("archive/data/0").file_size == 5 * GiB
+        assert archive.getinfo("archive/data/1").header_offset > 5 * GiB
+        assert archive.read("archive/data/1") == small
+        assert archive.read("archive/version") == b"3\n"
+
+
+@pytest.mark.parametrize("failing", [1, 2, 3, 4])
+def test_a_disk_that_cannot_read_is_not_a_damaged_file(failing: int, tmp_path: Path) -> None:
+    """The error of the disk is raised, wherever in the search for the directory the read fails."""
+    path = tmp_path / "a.pt"
+    build(path, [("data/0", bytes(70_000))])
+    data, calls = path.read_bytes(), itertools.count(1)
+
+    def read(offset: int, size: int) -> bytes:
+        if next(calls) >= failing:
+            raise OSError(errno.EIO, "Input/output error")
+        return data[offset : offset + size]
+
+    with pytest.raises(OSError, match="Input/output error"):
+        entries(len(data), read, is_whole=True)

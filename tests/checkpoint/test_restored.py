@@ -1,4 +1,4 @@
-"""A save reads, and changes nothing; a load gives a model and an optimizer what was saved, and nothing else."""
+"""What a load gives a model and an optimizer."""
 
 from __future__ import annotations
 
@@ -8,17 +8,154 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_training import train, trainer
+from tensor_kinds_parts import kinds, laid_out_like, same
+from tiny_training import Classifier, CrashError, StopAt, trainer
 from torch import Tensor, nn
 
 from composerlite.checkpoint import (
     Checkpointer,
     load_model_and_optim_state,
+    load_state_dict,
     save_model_and_optim_state,
     save_safetensors,
+    save_state_dict,
 )
 from composerlite.errors import IncompatibleCheckpointError
-from composerlite.models import ComposerClassifier
+
+LAID_OUT = ("expanded", "columns", "transposed", "overlapping", "channels last")
+EXTRA: dict[str, Any] = {
+    "a dict": {"scale": torch.arange(3.0), "history": [1.5, (2, "three")], 4: None},
+    "a list": [1, torch.ones(2)],
+    "a number": 7,
+    "a text": "amax",
+    "bytes": b"\x00\x01",
+    "a set": {1, 2},
+    "a tensor": torch.tensor([1, 2]),
+    "an empty dict": {},
+    "nothing": None,
+}
+
+
+class With(Classifier):
+    """Has buffers, and a part with state of its own."""
+
+    def __init__(self, buffer: torch.Tensor | None = None, extra: Any = None) -> None:
+        super().__init__()
+        self.register_buffer("kept", buffer)
+        self.part = Part(extra)
+
+
+class Part(nn.Module):
+    """Keeps what is no parameter and no buffer, as modules with 8-bit numbers keep their scales."""
+
+    def __init__(self, extra: Any) -> None:
+        super().__init__()
+        self.extra = extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+def resumed(folder: Path, saved: With, fresh: With) -> With:
+    """``fresh``, restored by a run that resumes one that trained ``saved`` and crashed."""
+    how: dict[str, Any] = {"save_folder": folder, "save_interval": "1ba", "max_duration": "1ep", "autoresume": True}
+    with trainer(model=saved, callbacks=[StopAt(2)], **how) as run, pytest.raises(CrashError):
+        run.fit()
+    with trainer(model=fresh, **how) as run:
+        run.fit()
+    return fresh
+
+
+@pytest.mark.parametrize("name", LAID_OUT)
+def test_a_resumed_run_fills_a_buffer_however_it_lies_in_memory(tmp_path: Path, name: str) -> None:
+    """Also one whose elements share memory, into which torch copies nothing."""
+    tensor = kinds()[name]
+    model = resumed(tmp_path, With(tensor), With(laid_out_like(tensor)))
+    assert same(model.kept, tensor)
+
+
+class Plain(With):
+    """Has a ``state_dict`` of its own, which takes no arguments."""
+
+    def state_dict(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().state_dict()
+
+
+def test_a_resumed_run_fills_a_model_with_a_state_dict_of_its_own(tmp_path: Path) -> None:
+    """It is called as it is saved, without arguments."""
+    tensor = kinds()["columns"]
+    assert same(resumed(tmp_path, Plain(tensor), Plain(laid_out_like(tensor))).kept, tensor)
+
+
+@pytest.mark.parametrize("name", LAID_OUT)
+def test_functions_fill_a_tensor_however_it_lies_in_memory(tmp_path: Path, name: str) -> None:
+    """In place: who else has it sees what was loaded."""
+    tensor = kinds()[name]
+    save_state_dict(tmp_path / "saved", {"one": tensor, "below": [tensor]})
+    one, other = laid_out_like(tensor), laid_out_like(tensor)
+    load_state_dict(tmp_path / "saved", {"one": one, "below": [other]})
+    assert same(one, tensor)
+    assert same(other, tensor)
+
+
+@pytest.mark.parametrize("name", list(EXTRA))
+def test_a_resumed_run_has_what_a_module_keeps_besides(tmp_path: Path, name: str) -> None:
+    """What ``get_extra_state`` returns is handed to ``set_extra_state``, of whatever type."""
+    model = resumed(tmp_path, With(extra=EXTRA[name]), With(extra={"of another": "type"}))
+    assert equal(model.part.extra, EXTRA[name])
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Compare values of the same types, with tensors in them."""
+    if isinstance(other, torch.Tensor):
+        return isinstance(one, torch.Tensor) and same(one, other)
+    if isinstance(other, dict):
+        return isinstance(one, dict) and one.keys() == other.keys() and all(equal(one[k], other[k]) for k in other)
+    if isinstance(other, list | tuple):
+        return type(one) is type(other) and len(one) == len(other) and all(map(equal, one, other))
+    return type(one) is type(other) and one == other
+
+
+class Kept(Classifier):
+    """Has buffers."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        super().__init__()
+        self.kept: torch.Tensor
+        self.register_buffer("kept", buffer)
+
+
+# ── other types of numbers ───────────────────────────────────────────────────────────────────────────────────────────
+OTHER_KINDS: dict[str, tuple[torch.Tensor, torch.Tensor]] = {
+    "complex to real": (torch.ones(3) + 1j, torch.zeros(3)),
+    "float to integer": (torch.tensor([3.7, float("nan"), 1]), torch.zeros(3, dtype=torch.int64)),
+    "8-bit integer to float": (torch.ones(3, dtype=torch.int8), torch.zeros(3)),
+    "bool to float": (torch.ones(3, dtype=torch.bool), torch.zeros(3)),
+}
+OTHER_VALUES: dict[str, tuple[torch.Tensor, torch.Tensor]] = {
+    "too large for fp16": (torch.tensor([1.0, 1e6, float("inf")]), torch.zeros(3, dtype=torch.float16)),
+    "too large for bf16": (torch.tensor([3.4e38, 1.0, 1.0]), torch.zeros(3, dtype=torch.bfloat16)),
+    "too large for fp8": (torch.tensor([1e5, 1.0, 1.0]), torch.zeros(3, dtype=torch.float8_e5m2)),
+    "too large for fp32": (torch.tensor([1e200, 1.0, 1.0], dtype=torch.float64), torch.zeros(3)),
+    "no mask": (torch.arange(3), torch.zeros(3, dtype=torch.bool)),
+    "too large for 8 bits": (torch.tensor([300, 1, 1]), torch.zeros(3, dtype=torch.int8)),
+}
+"""Numbers in the checkpoint, and the buffer that they would be converted for."""
+
+
+@pytest.mark.parametrize("kind", OTHER_KINDS | OTHER_VALUES)
+@pytest.mark.parametrize("strict", [True, False])
+def test_numbers_that_a_conversion_would_change_are_refused(tmp_path: Path, kind: str, strict: bool) -> None:
+    """With the name, both types and the way out."""
+    saved, live = (OTHER_KINDS | OTHER_VALUES)[kind]
+    torch.save(Kept(saved).state_dict(), tmp_path / "saved.pt")
+    message = rf"kept.*{saved.dtype}.*{live.dtype}.*load_ignore_keys"
+    with pytest.raises(IncompatibleCheckpointError, match=f"(?s){message}"):
+        trainer(model=Kept(live), load_path=str(tmp_path / "saved.pt"), load_strict_model_weights=strict)
+
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": torch.optim.AdamW,
@@ -141,7 +278,6 @@ def test_an_optimizer_that_has_no_state_before_a_step_says_so(tmp_path: Path) ->
         load_model_and_optim_state(tmp_path / "c", *made(torch.optim.LBFGS))
 
 
-# ── modules whose state has had another form ─────────────────────────────────────────────────────────────────────────
 class Doubled(nn.Module):
     """Of version 2: what is of version 1 is doubled."""
 
@@ -179,16 +315,3 @@ def test_a_module_does_not_take_its_state_for_one_of_an_older_version(tmp_path: 
     ):
         load(new := versioned())
         assert all(torch.equal(value, expected[name]) for name, value in new.state_dict().items())
-
-
-def test_a_run_with_such_a_module_resumes(tmp_path: Path) -> None:
-    """With the Trainer, too."""
-    how: dict[str, Any] = {"save_folder": str(tmp_path), "run_name": "versions"}
-
-    def model() -> ComposerClassifier:
-        return ComposerClassifier(nn.Sequential(nn.Linear(4, 2), Doubled()), num_classes=2)
-
-    saved = train(model=model(), max_duration="1ep", **how).state.model.state_dict()
-    with trainer(model=model(), autoresume=True, **how) as run:
-        for name, value in run.state.model.state_dict().items():
-            assert torch.equal(value, saved[name])

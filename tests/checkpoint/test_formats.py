@@ -1,10 +1,11 @@
-"""Compressed checkpoints and those in archives: written by a save, read by others, and the other way round."""
+"""Compressed checkpoints and archives."""
 
 from __future__ import annotations
 
 import errno
 import functools
 import io
+import json
 import lzma
 import os
 import resource
@@ -14,42 +15,41 @@ import sys
 import tarfile
 import tempfile
 import threading
+import zipfile
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 import torch
 import xxhash
-from hypothesis import given
-from hypothesis import strategies as st
-from packing import ARCHIVES, MEMBER, SUFFIXES, TOOLS, children, fill, independent_read, pack, tool_output
+from packing import ARCHIVES, MEMBER, SUFFIXES, TOOLS, children, independent_read, pack, suffix_of, tool_output
 from packing import torch_bytes as make_torch_bytes
 from storage.local_store import LocalObjectStore
 
+from composerlite.checkpoint import Manifest
+from composerlite.checkpoint.format import MOST_TAIL_BYTES
 from composerlite.checkpoint.format.packing import format_of, is_packed, unpacked
+from composerlite.checkpoint.format.torch_file import TorchImage
 from composerlite.checkpoint.record.naming import check_template
+from composerlite.checkpoint.record.record import SavedRun, seal, tail_room, unseal
 from composerlite.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     ConfigError,
     CorruptCheckpointError,
 )
-from composerlite.storage import StagedFile
+from composerlite.storage import FileDigest, StagedFile
 from composerlite.utils import (
-    KNOWN_COMPRESSORS,
     download_checkpoint,
     get_compressor,
     get_file,
-    is_compressed_pt,
-    is_tar,
     safe_torch_load,
 )
 
 Mount = Callable[[str], Path]
-PACKED = SUFFIXES[1:]
-WITH_CHECKSUM = [suffix for suffix in PACKED if suffix != ".tar"]
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,6 @@ def _nothing_left() -> Iterator[None]:
     assert set(children()) <= set(before)
 
 
-# ── written here, read by others ─────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_what_a_save_writes_is_read_by_the_tools_of_the_format(tmp_path: Path, data: bytes, suffix: str) -> None:
     """The same bytes come out, torch opens them, and the digest is that of the file."""
@@ -96,50 +95,6 @@ def test_what_a_save_writes_is_read_by_the_tools_of_the_format(tmp_path: Path, d
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
 
 
-@pytest.mark.parametrize("suffix", TOOLS)
-def test_the_programs_find_the_files_good(tmp_path: Path, small: bytes, suffix: str) -> None:
-    """``gzip -t`` and its like accept them and unpack them."""
-    path = tmp_path / f"ep1{suffix}"
-    pack(path, small)
-    tool_output(TOOLS[suffix], "-t", path)
-    assert tool_output(TOOLS[suffix], "-d", "-c", path) == small
-
-
-@pytest.mark.parametrize("suffix", ARCHIVES)
-def test_tar_lists_and_extracts_the_archives(tmp_path: Path, small: bytes, suffix: str) -> None:
-    """The program tar, told nothing of the compression."""
-    path = tmp_path / f"ep1{suffix}"
-    pack(path, small)
-    assert tool_output("tar", "tf", path) == f"{MEMBER}\n".encode()
-    assert tool_output("tar", "xOf", path, MEMBER) == small
-
-
-@pytest.mark.parametrize("suffix", SUFFIXES)
-def test_a_sink_gives_the_checksum_of_what_it_copies(tmp_path: Path, data: bytes, suffix: str) -> None:
-    """CRC-32 of the bytes before compression, and their count."""
-    path = tmp_path / f"ep1{suffix}"
-    path.touch()
-    with format_of(path).open_sink(path, len(data)) as sink:
-        assert fill(sink, data) == zlib.crc32(data[1000:-1000])
-        assert sink.size_bytes == len(data)
-        sink.finish()
-
-
-@pytest.mark.parametrize("suffix", SUFFIXES)
-def test_a_file_that_is_not_finished_leaves_nothing_running(tmp_path: Path, suffix: str) -> None:
-    """An error in the middle of a save ends threads and programs, and the file is gone."""
-    path = tmp_path / f"ep1{suffix}"
-    with (  # noqa: PT012
-        pytest.raises(ZeroDivisionError),
-        StagedFile(path) as staged,
-        format_of(path).open_sink(staged.temporary, 10 << 20) as sink,
-    ):
-        fill(sink, bytes(9 << 20))
-        _ = 1 / 0
-    assert list(tmp_path.iterdir()) == []
-
-
-# ── written by others, read here ─────────────────────────────────────────────────────────────────────────────────────
 OPTIONS = {
     ".pt.bz2": ["-1", "-9"],
     ".pt.gz": ["-1", "-9"],
@@ -154,15 +109,6 @@ def test_files_of_the_programs_are_read(tmp_path: Path, small: bytes, suffix: st
     """Composer sends its checkpoints through these programs. Any of their options may have been used."""
     path = tmp_path / f"ep1{suffix}"
     path.write_bytes(tool_output(TOOLS[suffix], option, "-c", stdin=small))
-    assert read(path) == small
-
-
-@pytest.mark.parametrize("suffix", [".pt.bz2", ".pt.gz", ".pt.lz4", ".pt.xz", ".pt.zst"])
-def test_streams_one_after_the_other_are_one_file(tmp_path: Path, small: bytes, suffix: str) -> None:
-    """As ``cat`` and parallel compressors make them, with zeros up to a block at the end."""
-    path = tmp_path / f"ep1{suffix}"
-    first, second = (tool_output(TOOLS[suffix], "-c", stdin=part) for part in (small[:70_000], small[70_000:]))
-    path.write_bytes(first + second + bytes(512))
     assert read(path) == small
 
 
@@ -201,32 +147,6 @@ def test_the_content_decides_and_not_the_name(tmp_path: Path, small: bytes) -> N
     assert read(path) == small
 
 
-def test_a_plain_file_is_opened_as_it_is(tmp_path: Path, small: bytes) -> None:
-    """Not copied, as is the file in an archive. Also a file of before torch 1.6."""
-    path = tmp_path / "ep1.pt.gz"
-    path.write_bytes(small)
-
-    def unnamed() -> int:
-        return sum(link.exists() and not link.stat().st_nlink for link in Path("/proc/self/fd").iterdir())
-
-    before = unnamed()
-    with unpacked(path) as file:
-        assert unnamed() == before
-        assert file.read(0, file.size_bytes) == small
-    torch.save({"a": torch.ones(9)}, path, _use_new_zipfile_serialization=False)
-    assert torch.load(io.BytesIO(read(path)), weights_only=True)["a"].sum() == 9
-
-
-# ── names ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-@pytest.mark.parametrize(
-    "name", ["ep1", "ep1.pt", "ep1.ckpt", "ep{epoch}-{total_wct}", "a.tar/ep1.pt", "v1.2/ep1", "pt"]
-)
-def test_names_of_no_known_kind_are_plain_files(name: str) -> None:
-    """As they were before there were formats."""
-    chosen = format_of(name)
-    assert (chosen.compressor, chosen.archive) == (None, False)
-
-
 @pytest.mark.parametrize(
     "ending",
     [
@@ -239,14 +159,6 @@ def test_an_ending_that_promises_another_format_is_refused(ending: str) -> None:
     with pytest.raises(ConfigError, match="save_filename='ep") as e:
         check_template(f"ep{{epoch}}{ending}", argument="save_filename")
     assert [suffix for suffix in SUFFIXES if suffix not in str(e.value)] == []
-
-
-@pytest.mark.parametrize("suffix", SUFFIXES)
-def test_every_documented_ending_is_taken(suffix: str) -> None:
-    """In any case of letters."""
-    for name in (f"ep{{epoch}}{suffix}", f"EP{{epoch}}{suffix.upper()}"):
-        assert check_template(name, argument="save_filename") == name
-        assert format_of(name).suffix == suffix
 
 
 WITHOUT_LIBRARIES = """
@@ -304,20 +216,6 @@ def test_the_error_names_a_library_that_is_not_installed(tmp_path: Path, small: 
     assert ".pt.gz" in lines[1]
 
 
-# ── a disk that is full ───────────────────────────────────────────────────────────────────────────────────────────────
-@pytest.mark.parametrize(
-    ("suffix", "size"), [*((suffix, 600_000) for suffix in SUFFIXES), (".pt.gz", 18 << 20), (".tar.gz", 18 << 20)]
-)
-def test_a_disk_that_becomes_full_is_the_systems_error(mount: Mount, suffix: str, size: int) -> None:
-    """With the file, at the end or in the middle; the disk is as it was, and nothing runs on."""
-    disk = mount("size=256k")
-    with pytest.raises(OSError, match="No space left on device") as e:
-        pack(disk / f"ep1{suffix}", os.urandom(size))
-    assert e.value.errno == errno.ENOSPC
-    assert str(e.value.filename) == str(disk / f"ep1{suffix}")
-    assert list(disk.iterdir()) == []
-
-
 # ── memory ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 PEAK = """
 import ctypes, resource, sys
@@ -363,77 +261,6 @@ def test_memory_does_not_grow_with_the_file_of_slow_codecs(tmp_path: Path, suffi
     assert peak_megabytes(tmp_path, 200, suffix) < 66
 
 
-# ── damage ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-@pytest.mark.parametrize("suffix", PACKED)
-def test_a_file_that_is_cut_off_is_corrupt(tmp_path: Path, small: bytes, suffix: str) -> None:
-    """Wherever it is cut. The message has the path; no error of a codec comes through."""
-    pack(whole := tmp_path / f"whole{suffix}", small)
-    packed = whole.read_bytes()
-    path = tmp_path / f"ep1{suffix}"
-    for size in [600, len(packed) // 3, len(packed) - 8000 if suffix == ".tar" else len(packed) - 3]:
-        path.write_bytes(packed[:size] if suffix != ".tar" or size < len(small) else packed[: len(small)])
-        with pytest.raises(CorruptCheckpointError, match=f"checkpoint '.*ep1{suffix}' cannot be unpacked: "):
-            read(path)
-
-
-def check_flips(folder: Path, data: bytes, suffix: str, count: int) -> int:
-    """Flip one bit at ``count`` places of a file; how many were found. None gives other bytes than were saved."""
-    pack(whole := folder / f"whole{suffix}", data)
-    packed = whole.read_bytes()
-    found = 0
-    path = folder / f"ep1{suffix}"
-    for number in range(count):
-        bit = (number * 2654435761) % (8 * len(packed)) if number > 80 else number
-        damaged = bytearray(packed)
-        damaged[bit // 8] ^= 1 << bit % 8
-        path.write_bytes(damaged)
-        try:
-            loaded = read(path)
-        except CorruptCheckpointError:
-            found += 1
-        else:
-            assert loaded in (data, damaged)  # a flip in a name or a time does no harm; one in the magic makes no codec
-    return found
-
-
-@pytest.mark.parametrize("suffix", [suffix for suffix in WITH_CHECKSUM if suffix != ".tgz"])
-def test_a_flipped_bit_gives_no_other_bytes(tmp_path: Path, suffix: str) -> None:
-    """It is found, or the bytes are those that were saved, or the file is no longer taken for compressed."""
-    assert check_flips(tmp_path, make_torch_bytes(megabytes=0.02), suffix, 160) > 80
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("suffix", WITH_CHECKSUM)
-def test_a_flipped_bit_gives_no_other_bytes_wherever_it_is(tmp_path: Path, suffix: str) -> None:
-    """At five thousand places of a larger file."""
-    assert check_flips(tmp_path, make_torch_bytes(megabytes=0.1), suffix, 5000) > 2500
-
-
-@given(
-    magic=st.sampled_from([known.magic for known in KNOWN_COMPRESSORS]),
-    rest=st.binary(max_size=3000),
-)
-def test_anything_may_follow_the_first_bytes(magic: bytes, rest: bytes) -> None:
-    """Garbage is a corrupt checkpoint, never another error."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "ep1.pt"
-        path.write_bytes(magic + rest)
-        with pytest.raises(CorruptCheckpointError):
-            read(path)
-
-
-def test_something_behind_the_end_is_corrupt(tmp_path: Path, small: bytes) -> None:
-    """Of a compressed file: a program that ignores it would show the user something else."""
-    for suffix in (".pt.gz", ".pt.bz2", ".pt.xz", ".pt.zst", ".pt.lz4"):
-        path = tmp_path / f"ep1{suffix}"
-        pack(path, small)
-        with path.open("ab") as file:
-            file.write(b"something")
-        with pytest.raises(CorruptCheckpointError):
-            read(path)
-
-
-# ── attacks ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def member(name: str = MEMBER, kind: bytes = tarfile.REGTYPE, **fields: str | int) -> tarfile.TarInfo:
     """A member of an archive."""
     info = tarfile.TarInfo(name)
@@ -514,15 +341,6 @@ def test_the_archives_above_are_refused_for_what_is_wrong_with_them(tmp_path: Pa
         assert read(path) == GOOD
 
 
-@pytest.mark.parametrize("suffix", [".pt.gz", ".pt.zst"])
-def test_unpacking_stops_where_it_is_too_much(tmp_path: Path, suffix: str) -> None:
-    """A checkpoint of a known size is not unpacked beyond that size."""
-    path = tmp_path / f"ep1{suffix}"
-    pack(path, os.urandom(6 << 20))
-    with pytest.raises(CorruptCheckpointError, match="unpacks to more than"):
-        read(path, size_bytes=1 << 20)
-
-
 def test_memory_that_a_file_asks_for_is_not_given(tmp_path: Path, small: bytes) -> None:
     """A header may name a dictionary of 3 GiB. No program writes one by its presets."""
     path = tmp_path / "ep1.pt.xz"
@@ -531,17 +349,6 @@ def test_memory_that_a_file_asks_for_is_not_given(tmp_path: Path, small: bytes) 
     path.write_bytes(whole[:12] + large + zlib.crc32(large).to_bytes(4, "little") + whole[24:])
     with pytest.raises(CorruptCheckpointError, match=r"[Mm]emory"):
         read(path)
-
-
-@pytest.mark.parametrize("suffix", PACKED)
-def test_a_file_that_unpacks_to_more_than_was_saved_is_refused(tmp_path: Path, suffix: str) -> None:
-    """Where the size is known, the rest is not unpacked."""
-    path = tmp_path / f"ep1{suffix}"
-    pack(path, bytes(6 << 20))
-    read(path, size_bytes=6 << 20)
-    for wrong in (2 << 20, (6 << 20) - 1, (6 << 20) + 1):
-        with pytest.raises(CorruptCheckpointError, match="unpacks to"):
-            read(path, size_bytes=wrong)
 
 
 @pytest.mark.parametrize("suffix", [".pt.gz", ".pt.zst", ".tar.bz2"])
@@ -576,7 +383,6 @@ def test_a_bomb_stops_at_a_gigabyte(tmp_path: Path, suffix: str) -> None:
         read(path)
 
 
-# ── where it is unpacked ─────────────────────────────────────────────────────────────────────────────────────────────
 def test_it_is_unpacked_beside_the_checkpoint_or_where_the_user_says(
     mount: Mount, monkeypatch: pytest.MonkeyPatch, small: bytes
 ) -> None:
@@ -598,7 +404,6 @@ def test_it_is_unpacked_beside_the_checkpoint_or_where_the_user_says(
     assert device() == Path(tempfile.gettempdir()).stat().st_dev
 
 
-# ── the functions that scripts use ───────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("suffix", TOOLS)
 def test_a_compressor_writes_and_reads_files(tmp_path: Path, small: bytes, suffix: str) -> None:
     """Composer's way to use one by hand."""
@@ -611,19 +416,6 @@ def test_a_compressor_writes_and_reads_files(tmp_path: Path, small: bytes, suffi
         content = file.read()
     assert torch.equal(torch.load(io.BytesIO(content), weights_only=True)["a"], torch.ones(3))
     assert read(path) == content
-
-
-def test_which_names_are_compressed_files_and_archives() -> None:
-    """``.pt`` and one more; an error lists what is known."""
-    assert is_compressed_pt("ep1.pt.gz")
-    assert is_compressed_pt("a.b/ep1.pt.unknown")
-    assert not is_compressed_pt("ep1.pt")
-    assert not is_compressed_pt("ep1.tar.gz")
-    assert not is_compressed_pt("ep1.pt.symlink")
-    assert [is_tar(f"x{suffix}") for suffix in SUFFIXES] == [suffix in ARCHIVES for suffix in SUFFIXES]
-    assert sorted(known.extension for known in KNOWN_COMPRESSORS) == sorted(suffix[4:] for suffix in TOOLS)
-    with pytest.raises(ConfigError, match=r"'ep1\.pt\.foo'.*\.pt\.bz2"):
-        get_compressor("ep1.pt.foo")
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".pt.xz", ".tar.gz"])
@@ -736,3 +528,93 @@ def test_a_token_in_an_address_is_not_logged(tmp_path: Path, caplog: pytest.LogC
         server.shutdown()
     assert "503" in caplog.text
     assert "secret" not in caplog.text + str(caught.value)
+
+
+def record_of(name: str) -> Manifest:
+    """A record with values of a usual checkpoint."""
+    return Manifest(
+        name=name,
+        kind="monolithic",
+        template=name,
+        run=SavedRun(name="r", timestamp={"batch": 3}, fit_calls=1, world_size=1, metrics={"loss": 0.5}),
+        files=(),
+    )
+
+
+def tail_of(size_bytes: int = 300) -> bytes:
+    """A tail of ``size_bytes``, in the layout of record/record.py."""
+    text = b"\n" + json.dumps({"composerlite": 1, "pad": ""}).encode()
+    text = text[:-2] + b"x" * (size_bytes - 50 - len(text)) + text[-2:]
+    return text + f"\nCLREC1 {len(text):08x} {xxhash.xxh3_128_hexdigest(text)}\n".encode()
+
+
+TAIL = tail_of()
+
+
+def constant_seal(stored: FileDigest, plain: FileDigest | None, tail: bytes = TAIL) -> bytes:
+    """Return the same tail for every file."""
+    return tail
+
+
+def end_of(path: Path) -> bytes:
+    """The bytes that a reader of records reads."""
+    return path.read_bytes()[-MOST_TAIL_BYTES:]
+
+
+def decompressed(path: Path) -> bytes:
+    """The file inside, by the program of the codec."""
+    suffix = suffix_of(path.name)
+    tool = {"gz": "gzip", "tgz": "gzip", "bz2": "bzip2", "lzma": "xz"}.get(suffix.rpartition(".")[2])
+    return tool_output(tool or TOOLS[suffix], "-d", "-c", stdin=path.read_bytes())
+
+
+@pytest.mark.parametrize("suffix", TOOLS)
+@pytest.mark.parametrize("megabytes", [0.02, 4.6])
+def test_the_record_of_a_compressed_file_is_read_before_and_after_decompression(
+    tmp_path: Path, suffix: str, megabytes: float
+) -> None:
+    """The program of the codec returns the file that torch opens, and its zip comment is the record."""
+    record = record_of(f"a{suffix}")
+    image = TorchImage({"x": torch.randn(int(megabytes * 250_000))})
+    image.comment_bytes = tail_room(record, image.size_bytes)
+    path = tmp_path / record.name
+    with StagedFile(path) as staged:
+        with format_of(path).open_sink(staged.temporary, image.size_bytes) as sink:
+            image.write(sink)
+            digest = sink.finish(partial(seal, record, room=image.comment_bytes))
+        staged.publish()
+    read = unseal(path.name, path.stat().st_size, end_of(path), str)
+    assert read is not None
+    assert (read.run.metrics, read.files[0].digest) == (record.run.metrics, digest)
+
+    inside = decompressed(path)
+    plain = tmp_path / "a.pt"
+    plain.write_bytes(inside)
+    assert torch.equal(torch.load(plain, weights_only=True)["x"], torch.load(plain, mmap=True)["x"])
+    with zipfile.ZipFile(plain) as archive:
+        assert archive.testzip() is None
+        assert len(archive.comment) == image.comment_bytes
+    copied = unseal("a.pt", len(inside), inside[-MOST_TAIL_BYTES:], str)
+    assert copied is not None
+    assert copied.files[0].digest.xxh3_128 == xxhash.xxh3_128_hexdigest(inside[: -image.comment_bytes])
+    with unpacked(path) as file:
+        assert file.read(0, file.size_bytes) == inside
+
+
+@pytest.mark.parametrize("suffix", ARCHIVES)
+def test_programs_ignore_the_tail_of_an_archive(tmp_path: Path, suffix: str) -> None:
+    """GNU tar lists and extracts, as does Python's tarfile, and so does a load."""
+    data = make_torch_bytes(megabytes=0.05)
+    pack(path := tmp_path / f"a{suffix}", data, constant_seal)
+    assert tool_output("tar", "tf", path) == f"{MEMBER}\n".encode()
+    tool_output("tar", "xf", path, "-C", tmp_path)
+    assert (tmp_path / MEMBER).read_bytes() == data
+    with tarfile.open(path) as archive:
+        assert archive.getnames() == [MEMBER]
+        member = archive.extractfile(MEMBER)
+        assert member is not None
+        assert member.read() == data
+    with unpacked(path, size_bytes=len(data)) as file:
+        assert file.read(0, file.size_bytes) == data
+    inside = path.read_bytes() if suffix == ".tar" else decompressed(path)
+    assert inside.endswith(bytes(1024) + TAIL)
