@@ -164,10 +164,7 @@ class LoopState:
         """
         ranks, rank = cast("list[StateDict]", state_dict["ranks"]), dist.get_global_rank()
         if len(ranks) != dist.get_world_size() and rank == 0:
-            text = (
-                "%s was saved by %d ranks and is loaded by %d. Additional ranks load the loaders and other "
-                "parts of rank 0."
-            )
+            text = "%s was saved by %d ranks and is loaded by %d. Additional ranks load the parts of rank 0."
             log.warning(text, source, len(ranks), dist.get_world_size())
         own = ranks[rank] if rank < len(ranks) else ranks[0]
         for name, part in {**self._shared, **self._of_rank}.items():

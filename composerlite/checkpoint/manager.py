@@ -217,8 +217,7 @@ class CheckpointManager:
         if options.on_exception and (dist.get_world_size() > 1 or where.form.is_spread):
             raise ConfigError(
                 "save_on_exception=True with several ranks, or a model that is sharded over ranks: if one rank "
-                "fails, the others are in the middle of a step and have no common state. Leave the option out and "
-                "save more often."
+                "fails, the others are in the middle of a step. Leave the option out and save more often."
             )
         # 2. The name of a folder in memory contains the key of the folder of another manager of the run.
         if options.in_memory:

@@ -54,8 +54,7 @@ def make_private(folder: Path, *, levels: int) -> None:
                 raise ConfigError(
                     f"save_memory_folder: {str(path)!r} is refused: expected a folder of user {os.geteuid()} that "
                     f"others cannot write to, and found {stat.filemode(status.st_mode)} of user {status.st_uid}. "
-                    "Its checkpoints may belong to somebody else. Remove the folder, or give another folder in "
-                    "memory."
+                    "Its checkpoints may belong to somebody else. Remove it, or give another folder."
                 )
             path.chmod(0o700)
 

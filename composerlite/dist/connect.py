@@ -195,8 +195,7 @@ def _connect(rank: int, timeout: timedelta) -> Store:
     except torch.distributed.DistError as e:
         raise RankError(
             f"rank {rank}: no store at MASTER_ADDR:MASTER_PORT = {host}:{port} ({e}). Rank 0 or torchrun's agent "
-            "hosts it: check that this process runs, what its log says, and that the port is free there and "
-            "reachable from here.",
+            "hosts it: check its log, and that the port is free there and reachable from here.",
             [rank],
         ) from e
     if agent_holds_it:

@@ -102,8 +102,7 @@ def check_environment() -> None:
     if not (rank < size and get_local_rank() < local_size <= size):
         raise ConfigError(
             f"RANK={rank}, WORLD_SIZE={size}, LOCAL_RANK={get_local_rank()}, LOCAL_WORLD_SIZE={local_size} "
-            "contradict each other: each rank must be less than the number of ranks. Start the script with "
-            "torchrun."
+            "contradict each other: each rank must be below the number of ranks. Start the script with torchrun."
         )
 
 

@@ -253,9 +253,7 @@ class ObjectStore(Closing):
         start, end = span_of(offset, size, size_bytes)
         data = self.read_range(name, start, end - start)
         if len(data) != end - start:
-            raise ObjectStoreTransientError(
-                f"{self.get_uri(name)}: read: {len(data)} of {end - start} bytes were received."
-            )
+            raise ObjectStoreTransientError(f"{self.get_uri(name)}: read: got {len(data)} of {end - start} bytes.")
         return ObjectRange("", size_bytes, (piece for piece in [data]))
 
     def read_tail(self, name: str, most_bytes: int) -> tuple[int, bytes]:

@@ -73,8 +73,7 @@ def parse_uri(uri: str) -> tuple[str, str, str]:
     if scheme in _DOWNLOADS and (host is None or int(host["port"] or 0) > 65535):
         raise ConfigError(
             f"{shown!r}: expected '{scheme}://host/path' or '{scheme}://host:port/path', without user and "
-            "password, since addresses are logged. Otherwise download the file with another program and give its "
-            "path."
+            "password, since addresses are logged. Otherwise download the file with another program."
         )
     if not bucket or ":" in bucket.rpartition("@")[0]:
         raise ConfigError(
@@ -118,9 +117,7 @@ def open_store(uri: str, **backend_kwargs: Any) -> ObjectStore:
     """
     scheme, bucket, _ = parse_uri(uri)
     if scheme not in _STORES:
-        raise ConfigError(
-            f"{without_secrets(uri)!r} is not an address of an object store.{did_you_mean(scheme, _STORES)}"
-        )
+        raise ConfigError(f"{without_secrets(uri)!r}: not an object store.{did_you_mean(scheme, _STORES)}")
     module, name = _STORES[scheme]
     return getattr(importlib.import_module(module), name).at(bucket, **backend_kwargs)
 

@@ -178,8 +178,8 @@ def test_what_any_rule_keeps_stays() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"best_k": 3}, r"best_k=3, best_metric=None: give both, such as 3 and 'eval/<name>', or neither"),
-        ({"best_metric": ACCURACY}, r"best_k=None, best_metric='.*': give both"),
+        ({"best_k": 3}, r"best_k=3, best_metric=None: expected both, or neither"),
+        ({"best_metric": ACCURACY}, r"best_k=None, best_metric='.*': expected both"),
         ({"best_k": 0, "best_metric": ACCURACY}, "best_k=0: expected a positive number"),
         ({"best_k": True, "best_metric": ACCURACY}, "best_k=True: expected a positive number"),
         ({"best_k": 1, "best_metric": ACCURACY, "best_mode": "mx"}, "best_mode='mx': no such mode. Did you mean 'max'"),

@@ -191,7 +191,7 @@ def test_what_cannot_be_listed_is_one_line(tmp_path: Path, bucket: str) -> None:
         ("absent", 1, "'absent' does not exist"),
         ("s4://bucket/run", 2, "unknown scheme 's4'"),
         (f"{bucket}-absent/run", 1, "bucket"),
-        ("https://example.com/run", 2, "is not an address of an object store"),
+        ("https://example.com/run", 2, "not an object store"),
     ):
         for verb in ("ls", "latest"):
             done = composerlite("checkpoint", verb, place, cwd=tmp_path)

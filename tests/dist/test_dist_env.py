@@ -165,7 +165,7 @@ def test_an_environment_that_contradicts_itself_is_an_error(
     """The message has all variables."""
     for key, value in {**LAUNCHER, name: text}.items():
         monkeypatch.setenv(key, value)
-    with pytest.raises(ConfigError, match=rf"{name}={text}.* contradict each other: each rank must be less than"):
+    with pytest.raises(ConfigError, match=rf"{name}={text}.* contradict each other: each rank must be below"):
         dist.initialize_dist("cpu", 5)
 
 

@@ -154,7 +154,7 @@ def test_one_of_several_runs(run_copy: Path, tmp_path: Path) -> None:
         (["nothing.jsonl"], 1, "there is no file 'nothing.jsonl'"),
         (["."], 1, "there is no run in ."),
         (["run", "--run", "tinny"], 2, "--run tinny: no run has this name in run. Runs: tiny."),
-        (["http://127.0.0.1/run"], 2, "is not an address of an object store"),
+        (["http://127.0.0.1/run"], 2, "not an object store"),
     ],
 )
 def test_errors(arguments: list[str], status: int, message: str, killed_run: Path, tmp_path: Path) -> None:

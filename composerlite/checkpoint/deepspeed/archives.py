@@ -212,10 +212,9 @@ def find_archives(template: str, run_name: str, object_store: ObjectStore | None
     with place_of(first, object_store) as (place, last):
         if last and not place.exists(last) and deepspeed_save(place, last) is not None:
             raise IncompatibleCheckpointError(
-                f"{argument}={template!r} is a folder of DeepSpeed's engine. A run with deepspeed_config needs the "
-                "archives that it saves itself. Its weights load with load_weights_only=True; a run without "
-                "deepspeed_config continues from all of it; 'composerlite checkpoint convert' writes its weights "
-                "to a file."
+                f"{argument}={template!r} is a folder of DeepSpeed's engine. deepspeed_config needs archives. "
+                "Its weights load with load_weights_only=True; a run without deepspeed_config loads all of the folder; "
+                "'composerlite checkpoint convert' writes its weights to a file."
             )
         if (path := place.path_of(last)) is not None:
             check_exists(path)

@@ -38,9 +38,7 @@ def check_key_map(key_map: Any) -> KeyMap | None:
     for part, _ in pairs:
         if part not in PARTS:
             hint = did_you_mean(part, PARTS)
-            raise ConfigError(
-                f"load_key_map={key_map!r}: {part!r} is not a part of a run.{hint} Expected {', '.join(PARTS)}."
-            )
+            raise ConfigError(f"load_key_map={key_map!r}: {part!r} is not a part of a run.{hint}")
     return dict(pairs)
 
 
@@ -286,8 +284,7 @@ def state_of(taken: Taken, run: Run, system: str) -> StateDict:
         except (KeyError, TypeError, AttributeError, ValueError) as e:
             raise IncompatibleCheckpointError(
                 f"{run.source}: its optimizer cannot be loaded: {e if type(e) is ValueError else repr(e)}. "
-                "load_ignore_keys=['state/optimizers'] starts with a new optimizer. load_weights_only=True loads "
-                "only the model."
+                "load_ignore_keys=['state/optimizers'] starts with a new one, load_weights_only=True loads the model."
             ) from e
     if isinstance(taken.scheduler, Mapping):
         fitting = [kind for kind, live in run.schedulers.items() if set(live) == set(taken.scheduler)]

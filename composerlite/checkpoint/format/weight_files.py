@@ -67,7 +67,5 @@ def weight_files(names: Collection[str], size: Callable[[str], int], read: Read)
         raise CorruptCheckpointError(f"{indexes[0]!r} is not an index: {e}") from e
     for name in listed:
         if not isinstance(name, str) or name not in names or not name.endswith(suffix):
-            raise CorruptCheckpointError(
-                f"{indexes[0]!r} names {str(name)[:100]!r}, which is not a file in its folder."
-            )
+            raise CorruptCheckpointError(f"{indexes[0]!r} names {str(name)[:100]!r}, not a file in its folder.")
     return sorted(listed)

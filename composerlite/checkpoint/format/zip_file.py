@@ -201,9 +201,7 @@ def entries(size_bytes: int, read: Callable[[int, int], bytes], *, is_whole: boo
         if name in found:
             raise CorruptCheckpointError(f"its directory holds {name!r} twice")
         if header < end or header + _LOCAL.size > start:
-            raise CorruptCheckpointError(
-                f"its record {name!r} at {header} overlaps another record or the end of the file"
-            )
+            raise CorruptCheckpointError(f"its record {name!r} at {header} overlaps another, or the end")
         header_bytes = read(header, min(_USUAL_HEADER_BYTES, start - header))
         fixed = _LOCAL.unpack_from(header_bytes)
         offset = header + _LOCAL.size + fixed[9] + fixed[10]

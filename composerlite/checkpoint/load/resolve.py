@@ -99,9 +99,7 @@ def find_checkpoint(
         # Symbolic links in ``path`` are kept: each rank follows symbolic links on its own disk.
         path = _resolved(name) if _is_local(name, object_store) else None
         if not last:
-            raise CheckpointNotFoundError(
-                f"there is no checkpoint {place.uri()}: it is the root of a disk or a bucket."
-            )
+            raise CheckpointNotFoundError(f"there is no checkpoint {place.uri()}: it is a disk or a bucket.")
         key = place.name_of(last) if path is None else ""
         if place.exists(last):
             if path is None and not last.endswith(WEIGHTS_SUFFIX):

@@ -203,14 +203,12 @@ def _read(
     if before is not None and (lacks := {*candidate.record.left_out}.difference(before.record.left_out)):
         raise IncompatibleCheckpointError(
             f"checkpoint {name!r} was saved without {', '.join(sorted(lacks))}, and parts of the damaged "
-            f"checkpoint {before.source!r} may have been loaded instead: delete the damaged checkpoint, and start "
-            "again."
+            f"{before.source!r} may have been loaded instead: delete the damaged checkpoint and start again."
         )
     if added := [one for one in state.algorithms if one not in algorithms]:
         raise IncompatibleCheckpointError(
             f"a newer checkpoint could not be read, and loading it added {', '.join(map(repr, added))} to the "
-            "model: no other checkpoint fits now. Add these to algorithms=[…] and start again to resume from "
-            f"{name!r}."
+            f"model: no other checkpoint fits now. Add these to algorithms=[…] to resume from {name!r}."
         )
     plan = RestorePlan(state, f"checkpoint {without_secrets(name)!r}")
     roots = {} if isinstance(candidate.path, Path) else {one.get_uri("x").removesuffix("x"): one for one in stores}
@@ -226,9 +224,8 @@ def advising(path: str) -> Generator[None]:
         yield
     except IncompatibleCheckpointError as e:
         raise IncompatibleCheckpointError(
-            f"{e}\nautoresume restores the complete run: the load_… arguments apply only to load_path. To leave "
-            "out parts of this checkpoint, start a run with another run_name with "
-            f"load_path={without_secrets(path)!r}."
+            f"{e}\nautoresume restores the complete run: the load_… arguments apply only to load_path. To load "
+            f"parts of this checkpoint, start a run with another run_name and load_path={without_secrets(path)!r}."
         ) from e
 
 
@@ -313,8 +310,7 @@ def _started_over(listing: Listing, rejected: Sequence[Rejected], places: Sequen
         raise CheckpointError(
             f"run {run_name!r} has checkpoints, but none can be loaded. A run with checkpoints never starts over "
             f"by itself. Tried: {tried}. No checkpoint was deleted or renamed. If the files are good on another "
-            "machine, this machine reads them wrongly. Otherwise load a checkpoint with load_path and "
-            "autoresume=False, or start over with another save_folder or with autoresume=False and "
-            "save_overwrite=True."
+            "machine, this machine reads them wrongly. Otherwise set autoresume=False and load a "
+            "checkpoint with load_path, or start over with save_overwrite=True or another save_folder."
         )
     return new_attempt(highest_attempt(one.record for one in listing.known))

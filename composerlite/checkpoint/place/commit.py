@@ -268,9 +268,7 @@ def check_own(place: Place, manifest: Manifest) -> None:
     foreign = {file.path for file in manifest.files} - {*own_files(place, manifest)}
     if foreign:
         uri = place.uri(min(foreign))
-        raise CorruptCheckpointError(
-            f"checkpoint {place.uri(manifest.name)!r} names {uri!r}, which is not a part of it."
-        )
+        raise CorruptCheckpointError(f"checkpoint {place.uri(manifest.name)!r} names {uri!r}, a foreign file.")
 
 
 def quarantine_checkpoint(place: Place, manifest: Manifest) -> None:

@@ -95,9 +95,8 @@ def take_leases(leases: Mapping[str, Lease], what: str, timeout: float) -> None:
                 if time.monotonic() > until:
                     raise RunInUseError(
                         f"{what}: {uri!r} is written by another process, {holder}, which is still alive after "
-                        f"{timeout:.0f} s. Stop that process if it is another launch of this run. If it is "
-                        "another run, the runs would replace each other's files: give this run its own "
-                        "save_folder or file names."
+                        f"{timeout:.0f} s. Stop that process if it is another launch of this run. Another run "
+                        "would replace these files: give this run its own save_folder or file names."
                     )
                 if holder != last_holder:
                     log.warning("%s: %r belongs to %s: waiting up to %.0f s", what, uri, holder, timeout)

@@ -201,15 +201,11 @@ def retention_policy(
             "absolute amount, such as '10ep', '1000ba', '1e9tok' or '6h'."
         )
     if keep_every is not None and keep_every.value <= 0:
-        raise ConfigError(
-            f"keep_every={str(keep_every)!r}: expected more than zero, or None to keep no checkpoint forever."
-        )
+        raise ConfigError(f"keep_every={str(keep_every)!r}: expected more than zero, or None to keep none forever.")
     if best_mode not in _MODES:
         raise ConfigError(f"best_mode={best_mode!r}: no such mode.{did_you_mean(str(best_mode), _MODES)}")
     if (best_k is None) != (best_metric is None):
-        raise ConfigError(
-            f"best_k={best_k}, best_metric={best_metric!r}: give both, such as 3 and 'eval/<name>', or neither."
-        )
+        raise ConfigError(f"best_k={best_k}, best_metric={best_metric!r}: expected both, or neither.")
     if best_k is not None and (type(best_k) is not int or best_k < 1):
         raise ConfigError(f"best_k={best_k!r}: expected a positive number of checkpoints, or None for no limit.")
     last = None if num_checkpoints_to_keep == -1 else num_checkpoints_to_keep

@@ -190,8 +190,7 @@ class SaveOptions:
         timeout, most = options["upload_timeout_in_seconds"], timedelta.max.total_seconds()
         if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not 0 < timeout <= most:
             raise ConfigError(
-                f"upload_timeout_in_seconds={timeout!r}: expected a number of seconds above 0, such as 3600 for an "
-                "hour."
+                f"upload_timeout_in_seconds={timeout!r}: expected a number of seconds above 0, such as 3600."
             )
         self.upload_timeout = timeout
         self.ignore_keys = check_ignore_keys(options["ignore_keys"], argument="save_ignore_keys")

@@ -321,9 +321,8 @@ class Publishing:
         self._template = local if same else form.template(template, "save_remote_file_name")
         if form.kind == "deepspeed" and self._template != local:
             raise ConfigError(
-                f"save_remote_file_name={names.remote_filename!r}: each rank of DeepSpeed has a file, and the "
-                "files contain these names, so the names in a bucket must be the same: let it end with "
-                f"{names.filename!r}."
+                f"save_remote_file_name={names.remote_filename!r}: each rank of DeepSpeed has a file that "
+                f"contains these names. The names in the bucket must be the same: let it end with {names.filename!r}."
             )
         if names.remote_latest is not None:
             link = form.template(names.remote_latest, "save_latest_remote_file_name")

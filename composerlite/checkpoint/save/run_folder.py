@@ -161,8 +161,7 @@ class RunFolder:
                     raise ConfigError(
                         f"save_folder={names.folder!r}: {self.folder!r} on this machine has checkpoints of the run "
                         f"{state.run_name!r} that were saved for {before}, not for {names.bucket}. Give this run "
-                        f"another run_name or save_staging_folder; or remove {place.uri(note)!r} if the "
-                        "checkpoints belong to this run."
+                        f"another run_name or save_staging_folder; or remove {place.uri(note)!r} if they belong to it."
                     )
                 place.put(note, names.bucket.encode())
         except OSError as e:

@@ -216,9 +216,7 @@ def _answered(error: sdk.ServiceError) -> Meaning:
     """Return the exception type and the cause for an error answer of the service."""
     cause = f"{error.status} {error.code or ''}: {error.message}"
     if error.code == "NotAuthorizedOrNotFound":
-        return PermissionError, (
-            f"{cause} (The service does not distinguish a missing object from a missing permission.)"
-        )
+        return PermissionError, f"{cause} (The object is missing, or the permission to see it.)"
     if error.code == "InvalidUploadId":
         return FileNotFoundError, cause
     if error.code in _TRANSIENT_CODES:

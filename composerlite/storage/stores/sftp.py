@@ -289,8 +289,7 @@ class SFTPObjectStore(BackendStore):
         if isinstance(error, paramiko.BadHostKeyException):
             return PermissionError, (
                 "the server has another key than the known key. Either the connection is intercepted, or the "
-                "server was installed again: in that case remove the old key with 'ssh-keygen -R' and add the new "
-                "key."
+                "server was installed again: then remove the old key with 'ssh-keygen -R' and add the new key."
             )
         if isinstance(error, paramiko.SSHException) and "not found in known_hosts" in cause:
             return PermissionError, (
