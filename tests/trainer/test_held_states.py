@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +20,6 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Sampler,
-    SequentialSampler,
     Subset,
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -31,7 +29,7 @@ from trainer_parts import Points, Seen, build, same, weights
 from composerlite import Callback, DataSpec, Evaluator, Event, Logger, State
 from composerlite.core import seed_all
 from composerlite.errors import ConfigError, IncompatibleCheckpointError
-from composerlite.trainer.data.held import held_by
+from composerlite.trainer.data.held import Held
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 
@@ -53,24 +51,6 @@ class Counting(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         self.passes += 1
         return iter(shuffled_by(self.passes))
-
-
-class CountingAtTheEnd(Counting):
-    """Counts a pass when it is over."""
-
-    def __iter__(self) -> Iterator[int]:
-        yield from shuffled_by(self.passes)
-        self.passes += 1
-
-
-class InAnIterator(Counting):
-    """Counts where nobody can look."""
-
-    def __init__(self) -> None:
-        self.counter = itertools.count()
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(shuffled_by(next(self.counter)))
 
 
 class Stateful(Counting):
@@ -112,8 +92,8 @@ class Wrapper:
         return iter(self.loader)
 
 
-class CountingStream(IterableDataset[Any]):
-    """Points in an order that depends on how often it was iterated over."""
+class StatefulStream(IterableDataset[Any]):
+    """Points in an order that depends on how often it was iterated over, which it tells."""
 
     def __init__(self) -> None:
         self.passes = 0
@@ -121,10 +101,6 @@ class CountingStream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         self.passes += 1
         return (Points(COUNT)[index] for index in shuffled_by(self.passes))
-
-
-class StatefulStream(CountingStream):
-    """Tells how often."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"passes": self.passes}
@@ -272,81 +248,6 @@ def test_a_second_call_of_fit_within_an_epoch(kind: str) -> None:
 
 
 # ── what is not kept ─────────────────────────────────────────────────────────────────────────────────────────────────
-LOST: dict[str, Callable[[], Any]] = {
-    "counts": lambda: by(Counting()),
-    "counts at the end": lambda: by(CountingAtTheEnd()),
-    "counts in an iterator": lambda: by(InAnIterator()),
-    "counts in a batch sampler": lambda: DataLoader(Points(COUNT), batch_sampler=Around(batches_of(Counting()))),
-}
-
-
-@pytest.mark.parametrize("kind", LOST)
-def test_a_sampler_that_starts_over_is_found_out(kind: str, tmp_path: Path) -> None:
-    """After the first epoch its order can be drawn again, and the run goes on exactly; later it is an error."""
-    steps, end = run(LOST[kind](), save_folder=tmp_path, save_interval=between_and_in, max_duration="4ep")
-    (first, after_first), *later = checkpoints(tmp_path)[:-1]
-    rest, end_of_rest = run(LOST[kind](), load_path=after_first, max_duration="4ep")
-    assert rest == steps[first:]
-    assert same(end_of_rest, end)
-    for _, checkpoint in later:
-        with pytest.raises(IncompatibleCheckpointError, match=r"another order.*state_dict\(\) and load_state_dict\(\)"):
-            run(LOST[kind](), load_path=checkpoint, max_duration="4ep")
-        run(LOST[kind](), load_path=checkpoint, max_duration="4ep", spin_dataloaders=False)
-
-
-def test_the_error_says_what_was_counted(tmp_path: Path) -> None:
-    """The class, the attribute and its value then and now."""
-    run(by(Counting()), save_folder=tmp_path, save_interval=between_and_in)
-    for (_, checkpoint), was in zip(checkpoints(tmp_path)[1:3], (1, 2), strict=True):
-        with pytest.raises(IncompatibleCheckpointError, match=rf"\(Counting.passes was {was} and is 0\)"):
-            run(by(Counting()), load_path=checkpoint)
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        lambda: DataLoader(CountingStream(), batch_size=4),
-        lambda: Wrapper(DataLoader(CountingStream(), batch_size=4)),
-        lambda: DataLoader(CountingStream(), batch_size=4, num_workers=1, persistent_workers=True),
-        lambda: Wrapper(by(InAnIterator())),
-    ],
-)
-def test_a_replay_of_other_batches_is_found_out(kind: Callable[[], Any], tmp_path: Path) -> None:
-    """The first batch of the epoch is not what it was: an error. In the first epoch it is."""
-    steps, _ = run(kind(), save_folder=tmp_path, save_interval="2ba", max_duration="2ep")
-    (batch, in_first), *_, (_, in_second) = checkpoints(tmp_path)[:-1]
-    rest, _ = run(kind(), load_path=in_first, max_duration="2ep")
-    assert rest == steps[batch:]
-    with pytest.raises(IncompatibleCheckpointError, match=r"other batches.*the first one of epoch 1, replayed"):
-        run(kind(), load_path=in_second, max_duration="2ep")
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        lambda: DataLoader(CountingStream(), batch_size=4),
-        lambda: Wrapper(by(Counting())),
-        lambda: StatefulDataLoader(Points(COUNT), batch_size=4, sampler=Counting()),
-    ],
-)
-def test_what_counts_in_a_stream_is_said(
-    kind: Callable[[], Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Between two epochs there is no batch to compare: a warning names what was counted and is not restored."""
-    run(kind(), save_folder=tmp_path, save_interval=between_and_in)
-    run(kind(), load_path=checkpoints(tmp_path)[0][1])
-    [text] = [text for text in caplog.messages if "nothing restores that" in text]
-    assert ".passes was 1 and is 0" in text
-
-
-def test_an_epoch_that_was_cut_short_leaves_a_stream_as_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Its state may say where in the pass it was, and the next epoch is another pass: it is not restored, and said."""
-    kind = lambda: DataLoader(PositionedFromZero(), batch_size=4)
-    steps, _ = run(kind(), save_folder=tmp_path, save_interval="1ep", train_subset_num_batches=3)
-    batch, checkpoint = checkpoints(tmp_path)[0]
-    rest, _ = run(kind(), load_path=checkpoint, train_subset_num_batches=3)
-    assert rest == steps[batch:]
-    assert "the state_dict() of PositionedFromZero may say where" in caplog.text
 
 
 class NotPlain(Counting):
@@ -359,12 +260,25 @@ class NotPlain(Counting):
         raise AssertionError("it is not saved")
 
 
-def test_a_state_that_no_checkpoint_holds_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Once. The checkpoint can be loaded, and the loss is found out."""
-    run(by(NotPlain()), save_folder=tmp_path, save_interval="1ep")
-    assert sum("has a NotPlain in it" in text for text in caplog.messages) == 1
-    with pytest.raises(IncompatibleCheckpointError, match="NotPlain keeps something"):
-        run(by(NotPlain()), load_path=checkpoints(tmp_path)[1][1])
+@pytest.mark.parametrize("kind", [Counting, NotPlain])
+def test_a_sampler_that_starts_over_is_found_out_within_an_epoch(
+    kind: type[Counting], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has no state that a checkpoint can hold, so the order is another. A state of another type is said once."""
+    run(by(kind()), save_folder=tmp_path, save_interval=between_and_in)
+    assert sum("contains a NotPlain" in text for text in caplog.messages) == (kind is NotPlain)
+    with pytest.raises(IncompatibleCheckpointError, match=r"another order.*state_dict\(\) and load_state_dict\(\)"):
+        run(by(kind()), load_path=checkpoints(tmp_path)[1][1])
+
+
+def test_an_epoch_that_was_cut_short_leaves_a_stream_as_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its state may say where in the pass it was, and the next epoch is another pass: it is not restored, and said."""
+    kind = lambda: DataLoader(PositionedFromZero(), batch_size=4)
+    steps, _ = run(kind(), save_folder=tmp_path, save_interval="1ep", train_subset_num_batches=3)
+    batch, checkpoint = checkpoints(tmp_path)[0]
+    rest, _ = run(kind(), load_path=checkpoint, train_subset_num_batches=3)
+    assert rest == steps[batch:]
+    assert "the last epoch of the interrupted run ended before its data" in caplog.text
 
 
 # ── several ranks ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -391,52 +305,6 @@ def test_another_number_of_ranks_gets_what_is_kept(kind: Callable[[], Any], befo
     assert flat(ranks.epoch()) == expected[3]
 
 
-@pytest.mark.parametrize("kind", [Counting, CountingAtTheEnd, InAnIterator])
-@pytest.mark.parametrize("before", [1, 2])
-def test_a_sampler_that_starts_over_is_found_out_on_all_ranks(kind: type[Counting], before: int) -> None:
-    """As in one process, which may have saved what several load."""
-    whole = Ranks(over_ranks(kind), 2)
-    expected = [flat(whole.epoch()) for _ in range(2)]
-    ranks = Ranks(over_ranks(kind), before)
-    ranks.epoch()
-    assert flat(Ranks(over_ranks(kind), 3, ranks.saved()).epoch()) == expected[1]
-    ranks.epoch()
-    saved = ranks.saved()
-    for rank in range(3):
-        one = Ranks(over_ranks(kind), 3, saved)
-        one.positions, one.generators = one.positions[rank : rank + 1], one.generators[rank : rank + 1]
-        with pytest.raises(IncompatibleCheckpointError, match="it is the order of the first epoch"):
-            one.begin()
-    ranks.begin()
-    ranks.step()
-    with pytest.raises(IncompatibleCheckpointError, match="another order"):
-        Ranks(over_ranks(kind), 3, ranks.saved()).begin()
-
-
-def test_a_checkpoint_that_knows_nothing_of_it_loads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """One of an earlier version: a warning says what it has no state of. In the first epoch nothing is lost."""
-
-    def as_it_was(contents: dict[str, Any]) -> None:
-        position = contents["state"]["dataset_state"]["train"]
-        for name in ("held", "last", "first_order", "data", "first"):
-            position.pop(name, None)
-        position["generators"] = []
-
-    kinds: dict[str, Callable[[], Any]] = {
-        "no state of Stateful:": lambda: by(Stateful()),
-        "no state of StatefulStream:": lambda: DataLoader(StatefulStream(), batch_size=4),
-        "no state of Fading:": lambda: DataLoader(Fading(COUNT), batch_size=4),
-        "no state of 1 generators that": EXACT["wrapper of a loader"],
-    }
-    for number, (words, kind) in enumerate(kinds.items()):
-        steps, _ = run(kind(), save_folder=tmp_path / str(number), save_interval="2ba", max_duration="1ep")
-        caplog.clear()
-        checkpoint = checkpoints(tmp_path / str(number))[0][1]
-        rest, _ = run(kind(), load_path=checkpoint, load_ignore_keys=as_it_was, max_duration="1ep")
-        assert "Fading" in words or rest == steps[2:]
-        assert caplog.text.count(words) == 1
-
-
 # ── what somebody else sets ──────────────────────────────────────────────────────────────────────────────────────────
 class ByEpoch(Counting):
     """Shuffles by a number that it is told."""
@@ -455,64 +323,28 @@ class Telling(Callback):
         self.sampler.passes = int(state.timestamp.epoch)
 
 
-class Keeping(Callback):
-    """Keeps what a sampler has counted, in the place of the sampler."""
-
-    def __init__(self, sampler: Any) -> None:
-        self.sampler = sampler
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"passes": self.sampler.passes}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.sampler.passes = state_dict["passes"]
-
-
-@pytest.mark.parametrize(("kind", "callback"), [(ByEpoch, Telling), (Counting, Keeping)])
-def test_what_a_callback_sets_is_left_to_it(
-    kind: type[Counting], callback: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Between epochs, as before: neither an error nor a warning, and the same order."""
+def test_what_a_callback_sets_is_left_to_it(tmp_path: Path) -> None:
+    """An order that depends on a number set by a callback at the start of each epoch is the same after a resume."""
 
     def orders(**arguments: Any) -> list[Any]:
-        sampler = kind()
-        numbers: list[Any] = []
-
-        class Numbers(Callback):
-            def batch_end(self, state: State, logger: Logger) -> None:
-                numbers.append(state.batch[2].tolist())
-
-        data = DataLoader(Points(COUNT), batch_sampler=Around(batches_of(sampler)))
-        with build(train_dataloader=data, callbacks=[callback(sampler), Numbers()], **arguments) as trainer:
+        sampler, seen = ByEpoch(), Seen()
+        with build(train_dataloader=by(sampler), callbacks=[Telling(sampler), seen], **arguments) as trainer:
             trainer.fit()
-        return numbers
+        return seen.numbers
 
-    whole = orders(max_duration="4ep", save_folder=tmp_path, save_interval="1ep")
+    whole = orders(max_duration="3ep", save_folder=tmp_path, save_interval="1ep")
     for batch, checkpoint in checkpoints(tmp_path)[:-1]:
-        assert orders(max_duration="4ep", load_path=checkpoint) == whole[batch:]
-    assert not [text for text in caplog.messages if "restore" in text]
+        assert orders(max_duration="3ep", load_path=checkpoint) == whole[batch:]
 
 
-def test_draws_from_the_shared_generator_between_epochs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """They cannot be drawn again, in between those of training, and need not be: the resume is exact."""
+def test_draws_from_the_shared_generator_between_epochs(tmp_path: Path) -> None:
+    """The draws of the last epoch need not be repeated: the resume is exact."""
     kind = lambda: by(FromSharedGenerator(COUNT))
     steps, end = run(kind(), save_folder=tmp_path, save_interval="1ep")
     for batch, checkpoint in checkpoints(tmp_path)[:-1]:
         rest, end_of_rest = run(kind(), load_path=checkpoint)
         assert rest == steps[batch:]
         assert same(end_of_rest, end)
-    assert "could not be drawn again" not in caplog.text
-
-
-@pytest.mark.parametrize(("batch_size", "is_said"), [(3, False), (4, True)])
-def test_other_data_between_epochs_are_trained_on(
-    batch_size: int, is_said: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As before, and said: the order of the last epoch is not that of these data."""
-    run(by(Around(SequentialSampler(range(COUNT)))), save_folder=tmp_path, save_interval="1ep")
-    other = DataLoader(Points(8), batch_size=batch_size, sampler=Around(SequentialSampler(range(8))))
-    run(other, load_path=checkpoints(tmp_path)[1][1])
-    assert ("could not be drawn again" in caplog.text) is is_said
 
 
 # ── looking ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -538,7 +370,7 @@ class Strict(Points):
 def test_looking_runs_no_code_of_the_users_and_ends() -> None:
     """What is found are the generators of the data set, not those of everybody, and none of thousands of items."""
     dataset = Strict()
-    assert held_by(Wrapper(dataset)).generators == [dataset.own["a"][0][0]]
+    assert Held(Wrapper(dataset)).generators == [dataset.own["a"][0][0]]
 
 
 def test_evaluating_puts_back_generators_wherever_they_are() -> None:

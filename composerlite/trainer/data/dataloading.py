@@ -1,15 +1,8 @@
-"""The training data and the position in it.
+"""Choose the position for a loader, so that a resumed run sees exactly the remaining batches.
 
-A resumed run must see exactly the batches that the interrupted one would have seen. What that takes depends on the
-loader; :func:`position_in` chooses (``docs/adr/0010-data-position.md`` says why):
-
-* a plain ``DataLoader`` over a map-style data set: :class:`IndexedPosition` puts the generators where they were when
-  the epoch began, draws the same indices, and skips those already seen without loading them;
-* the same on several ranks: :class:`DealtPosition` gives each rank its share of the samples, and resumes with another
-  number of ranks (``docs/adr/0010-data-position.md``);
-* a loader with ``state_dict`` and ``load_state_dict``, or over a streaming data set: :class:`StatefulPosition` lets it
-  restore itself;
-* anything else: :class:`ReplayPosition` asks it for the batches already seen and throws them away.
+* a plain ``DataLoader`` over a map-style data set: :class:`MapStylePosition` draws the same order and skips samples;
+* a loader with ``state_dict``, or over a streaming data set: :class:`StatefulPosition` lets the loader restore itself;
+* any other iterable: :class:`ReplayPosition` loads the trained batches again and discards them.
 """
 
 from __future__ import annotations
@@ -22,25 +15,14 @@ from torch.utils.data import DataLoader, IterableDataset
 from composerlite import dist
 from composerlite.core import DataSpec, Timestamp
 from composerlite.errors import ConfigError
-from composerlite.trainer.data.held import apart, is_streaming
-from composerlite.trainer.data.map_style import DealtPosition, IndexedPosition
+from composerlite.trainer.data.held import Held, apart, is_streaming, without_persistent_workers
+from composerlite.trainer.data.map_style import MapStylePosition
 from composerlite.trainer.data.position import DataPosition
-from composerlite.trainer.data.samplers import GlobalSampler, Share, deals_by_itself
+from composerlite.trainer.data.samplers import GlobalSampler, Share, divides_by_itself
 from composerlite.trainer.data.streams import ReplayPosition, StatefulPosition
 from composerlite.types import Batch, StateDict, Stateful
 
-__all__ = [
-    "DataPosition",
-    "DealtPosition",
-    "EvaluationBatches",
-    "IndexedPosition",
-    "ReplayPosition",
-    "Share",
-    "StatefulPosition",
-    "batches_per_epoch",
-    "is_same_data",
-    "position_in",
-]
+__all__ = ["DataPosition", "EvaluationBatches", "Share", "batches_per_epoch", "is_same_data", "position_in"]
 
 
 def position_in(
@@ -51,38 +33,54 @@ def position_in(
     share: Share | None = None,
     saved: StateDict | None = None,
 ) -> DataPosition:
-    """Create the position that iterates over ``spec.dataloader`` and makes a resume exact. Collective.
+    """Return the position in ``spec.dataloader``. Collective.
 
     Args:
-        spec: the training data.
-        seed: of rank 0; seeds worker processes.
-        timestamp: tells where training stands.
-        share: which part of the data is this rank's; by default one for each rank.
-        saved: the position to resume from, as ``state_dict`` of a position gave it.
+        spec: training data.
+        seed: seed of rank 0, for worker processes.
+        timestamp: returns the current training time.
+        share: part of the data for this rank; by default one part for each rank.
+        saved: ``state_dict()`` of the position to resume from.
 
     Raises:
-        ConfigError: the ranks have different loaders, or one that would give every rank all of the data.
-        IncompatibleCheckpointError: a run cannot resume from ``saved`` with this loader, or this number of ranks.
+        ConfigError: the ranks have different loaders, or a loader that gives every rank all of the data.
+        IncompatibleCheckpointError: this loader, or this number of ranks, cannot resume from ``saved``.
     """
     if share is None:
         share = Share(dist.get_global_rank(), dist.get_world_size())
     if _is_shared_out(share):
         _check_loaders_agree(spec, share)
-    position = _choose(spec, seed, timestamp, share, saved)
+    loader: Any = spec.dataloader
+    if _is_map_style(spec):
+        is_shared = _is_shared_out(share) and not divides_by_itself(loader)
+        own_seed = seed if is_shared else seed + share.rank
+        position = MapStylePosition(loader, timestamp, seed=own_seed, share=share, is_shared=is_shared)
+    else:
+        loader = without_persistent_workers(loader)
+        dataset = getattr(loader, "dataset", None)
+        stateful = loader if isinstance(spec.dataloader, Stateful) else dataset if is_streaming(dataset) else None
+        if stateful is not None:
+            held = Held(loader, with_states=False)
+            position = StatefulPosition(loader, held, timestamp, share, stateful=stateful)
+        else:
+            position = ReplayPosition(loader, Held(loader), timestamp, share)
     if saved is not None:
         position.load_state_dict(saved)
     return position
 
 
 def is_same_data(one: DataSpec, other: DataSpec) -> bool:
-    """Return true if training on ``other`` continues with the epoch that was begun on ``one``."""
+    """Return true if training on ``other`` continues the epoch begun on ``one``."""
     return one.dataloader is other.dataloader and one.replay_on_resume == other.replay_on_resume
 
 
 def batches_per_epoch(spec: DataSpec, share: Share, *, subset: int) -> int:
-    """Limit of the batches of an epoch besides the loader's length: ``subset``, and the shares of other ranks.
+    """Return the limit of batches per epoch that the loader's own length does not show; -1 for no limit.
 
-    -1 without a limit, as for ``subset``.
+    Args:
+        spec: data.
+        share: part of the data for this rank. The trainer divides map-style data among the ranks.
+        subset: limit of the user; -1 for no limit.
     """
     if not _is_shared_out(share) or not _is_partitioned(spec):
         return subset
@@ -96,13 +94,17 @@ def batches_per_epoch(spec: DataSpec, share: Share, *, subset: int) -> int:
 
 @final
 class EvaluationBatches:
-    """This rank's batches of the data to evaluate on; over all ranks each sample is given once.
+    """Iterator over this rank's batches of the evaluation data. Over all ranks each sample is given once.
 
-    Every rank is given as many batches. A loader that the trainer cannot partition is iterated over as it is: apart
-    from training, where that is torchdata's and trained on as well.
+    All ranks get the same number of batches. A loader that the trainer cannot divide is iterated as it is.
+
+    Args:
+        spec: data to evaluate on.
+        share: part of the data for this rank.
+        is_trained_on: the loader is also the training loader, and keeps its position.
 
     Attributes:
-        is_padding: see :class:`DataPosition`; such a batch is for no metric.
+        is_padding: the last batch repeats a sample of another rank, and metrics must leave it out.
     """
 
     def __init__(self, spec: DataSpec, share: Share, *, is_trained_on: bool = False) -> None:
@@ -111,7 +113,7 @@ class EvaluationBatches:
         if not _is_shared_out(share) or not _is_partitioned(spec):
             self._batches: Iterator[Batch] = iter(apart(loader) if is_trained_on else loader)
         else:
-            self._position = DealtPosition(loader, Timestamp, seed=None, share=share)
+            self._position = MapStylePosition(loader, Timestamp, seed=None, share=share, is_shared=True)
             self._batches = self._position.epoch(0, 0)
 
     @property
@@ -122,29 +124,12 @@ class EvaluationBatches:
         return self._batches
 
 
-def _choose(
-    spec: DataSpec, seed: int, timestamp: Callable[[], Timestamp], share: Share, saved: StateDict | None
-) -> DataPosition:
-    loader: Any = spec.dataloader
-    dataset = getattr(loader, "dataset", None)
-    if isinstance(spec.dataloader, Stateful):
-        return StatefulPosition(loader, loader, timestamp, seed=seed + share.rank, share=share)
-    if is_streaming(dataset):
-        return StatefulPosition(loader, dataset, timestamp, seed=seed + share.rank, share=share)
-    was_partitioned = saved is not None and saved.get("kind") == DealtPosition.__name__
-    if _is_partitioned(spec) and (_is_shared_out(share) or was_partitioned):
-        return DealtPosition(loader, timestamp, seed=seed, share=share)
-    if _is_indexed(spec):
-        return IndexedPosition(loader, timestamp, seed=seed + share.rank, share=share)
-    return ReplayPosition(loader, seed=seed + share.rank, share=share)
-
-
 def _is_shared_out(share: Share) -> bool:
-    """Return true if other ranks draw the same: to have other samples, or the same, with parts of one model."""
+    """Return true if several ranks draw the same order, also if tensor-parallel ranks have the same share."""
     return share.world_size > 1 or dist.get_world_size() > 1
 
 
-def _is_indexed(spec: DataSpec) -> bool:
+def _is_map_style(spec: DataSpec) -> bool:
     loader: Any = spec.dataloader
     plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
     if not plain or isinstance(loader, Stateful) or is_streaming(loader.dataset):
@@ -154,14 +139,14 @@ def _is_indexed(spec: DataSpec) -> bool:
 
 def _is_partitioned(spec: DataSpec) -> bool:
     loader: Any = spec.dataloader
-    return _is_indexed(spec) and not deals_by_itself(loader)
+    return _is_map_style(spec) and not divides_by_itself(loader)
 
 
 def _check_loaders_agree(spec: DataSpec, share: Share) -> None:
-    """Check that every rank has the same data, cut in the same way."""
+    """Check that all ranks have the same data in batches of the same size."""
     loader: Any = spec.dataloader
     text = type(loader).__name__
-    if _is_indexed(spec):
+    if _is_map_style(spec):
         sampler: Any = loader.batch_sampler if loader.batch_size is None else loader.sampler
         how = f"{type(sampler).__name__}, seed={getattr(sampler, 'seed', None)}"
         text += f" over {spec.num_samples} samples, batch_size={loader.batch_size}, drop_last={loader.drop_last}, {how}"
@@ -172,8 +157,8 @@ def _check_loaders_agree(spec: DataSpec, share: Share) -> None:
                 f"train_dataloader: rank 0 has {texts[0]} and rank {rank} has {other}. Give every rank the same loader "
                 "over the same data: the trainer gives each rank its share."
             )
-    samplers = ("RandomSampler", "SequentialSampler")  # torchdata has some of its own
-    is_for_itself = isinstance(spec.dataloader, DataLoader) and not _is_indexed(spec)
+    samplers = ("RandomSampler", "SequentialSampler")  # torchdata has classes with these names
+    is_for_itself = isinstance(spec.dataloader, DataLoader) and not _is_map_style(spec)
     if share.world_size > 1 and is_for_itself and type(loader.sampler).__name__ in samplers:
         raise ConfigError(
             f"train_dataloader: each of {share.world_size} ranks would train on all samples of this {text}. Give it "

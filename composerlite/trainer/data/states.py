@@ -1,4 +1,4 @@
-"""Copies of states that a checkpoint can hold: those of generators, and what ``state_dict`` of anything gives."""
+"""Copies of states that a checkpoint can hold: states of generators, and results of ``state_dict()``."""
 
 from __future__ import annotations
 
@@ -16,49 +16,40 @@ _PLAIN = (bool, int, float, str, bytes)
 _NUMPY = "__numpy__"
 
 
-# ── generators ───────────────────────────────────────────────────────────────────────────────────────────────────────
+class NotPlainError(Exception):
+    """A state has a value of a type that checkpoints do not hold. The message is the type."""
+
+
 def generator_state(generator: Any) -> Any:
-    """Return the state of ``generator``, as tensors and plain values."""
+    """Return the state of ``generator`` as tensors and plain values."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, random.Random):
         return generator.getstate()
     if isinstance(generator, np.random.Generator):
-        return _with_tensors(dict(generator.bit_generator.state))
-    return _with_tensors(dict(generator.get_state(legacy=False)))
+        return portable(generator.bit_generator.state)
+    return portable(generator.get_state(legacy=False))
 
 
 def set_generator_state(generator: Any, state: Any) -> None:
-    """Put ``generator`` where :func:`generator_state` found it."""
+    """Set the state of ``generator`` to a result of :func:`generator_state`."""
     if isinstance(generator, torch.Generator):
         generator.set_state(state)
     elif isinstance(generator, random.Random):
         version, internal, gauss = state
         generator.setstate((version, tuple(internal), gauss))
     elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = _with_arrays(state)
+        generator.bit_generator.state = native(state)
     else:
-        generator.set_state(_with_arrays(state))
-
-
-def _with_tensors(state: dict[str, Any]) -> dict[str, Any]:
-    """numpy's arrays as tensors: arrays are not among the types that torch.load opens by itself."""
-    swap = {np.ndarray: lambda array: torch.from_numpy(array.copy()), dict: _with_tensors}
-    return {name: swap.get(type(value), lambda same: same)(value) for name, value in state.items()}
-
-
-def _with_arrays(state: dict[str, Any]) -> dict[str, Any]:
-    swap = {torch.Tensor: lambda tensor: tensor.numpy(), dict: _with_arrays}
-    return {name: swap.get(type(value), lambda same: same)(value) for name, value in state.items()}
-
-
-# ── states ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-class NotPlainError(Exception):
-    """A state has something in it that checkpoints do not hold: its type."""
+        generator.set_state(native(state))
 
 
 def portable(value: Any) -> Any:
-    """A copy of ``value`` that a checkpoint can hold: arrays are tensors, marked as such."""
+    """Return a copy of ``value`` for a checkpoint, with marked tensors in place of arrays.
+
+    Raises:
+        NotPlainError: ``value`` contains something other than numbers, text, tensors, arrays, dicts, lists and tuples.
+    """
     if isinstance(value, np.ndarray):
         try:
             return {_NUMPY: torch.from_numpy(np.array(value))}
@@ -76,7 +67,7 @@ def portable(value: Any) -> Any:
 
 
 def native(value: Any) -> Any:
-    """Undo :func:`portable`: a new copy, which its owner may change."""
+    """Return the value that :func:`portable` has copied, as a new copy."""
     if isinstance(value, dict) and list(cast("dict[Any, Any]", value)) == [_NUMPY]:
         return cast("Any", value)[_NUMPY].numpy().copy()
     if isinstance(value, torch.Tensor):
