@@ -1,4 +1,4 @@
-"""Building of the trainer's objects from the user's arguments."""
+"""Builds the trainer's objects from the user's arguments."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
-from composerlite import dist
 from composerlite.core import (
     Algorithm,
     Callback,
@@ -25,23 +24,23 @@ from composerlite.core import (
     Evaluator,
     Logger,
     LoggerDestination,
-    SchedulePredicate,
     State,
     Time,
     TimeInput,
     TimeUnit,
 )
+from composerlite.core.interval import SchedulePredicate
 from composerlite.core.state.optimizer_state import lost_parameters
 from composerlite.devices import Device
 from composerlite.errors import ConfigError, naming
+from composerlite.loggers import ConsoleLogger, ProgressBarLogger
 from composerlite.models import ComposerModel
-from composerlite.optim import ComposerScheduler, DecoupledSGDW, compile_composer_scheduler
-from composerlite.trainer.checks import as_list, check_callbacks, check_data, check_restored, is_several
+from composerlite.optim import DecoupledSGDW
+from composerlite.trainer.checks import as_list, check_data, check_methods, require
 from composerlite.types import Batch
 
 if TYPE_CHECKING:
     from composerlite.callbacks import CheckpointSaver
-    from composerlite.core import ParallelismConfig
     from composerlite.trainer.ranks.parallel import Parallel
 
 __all__ = [
@@ -49,15 +48,9 @@ __all__ = [
     "build_evaluators",
     "build_optimizer",
     "build_parts",
-    "build_schedulers",
-    "check_zero",
     "deepspeed_config",
     "eval_metrics",
     "given_duration",
-    "given_rates",
-    "is_later",
-    "limited",
-    "parallelism",
     "resolve_run_name",
     "scaled_duration",
     "zero",
@@ -65,50 +58,49 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-_RENAMED = {"save_interval": "save_interval", "save_async": "asynchronous"}
+_RENAMED = {"save_async": "asynchronous", "save_interval": "save_interval"}
 _MEMORY_FAILURES = 3
-"""Consecutive saves that may fail for lack of memory: those on the disk are not affected."""
+"""Consecutive saves that may fail because the memory is full. Saves to the disk are not affected."""
 
 
 def resolve_run_name(run_name: str | None, *, autoresume: bool) -> tuple[str, bool]:
-    """The given name, that of the environment, or a new one; and whether somebody has given it.
+    """Return the name of the run, and whether the script or the environment gave the name.
 
-    Of the environment: ``COMPOSER_RUN_NAME``, ``RUN_NAME``, and with ``autoresume`` the identity of the job, where the
-    scheduler gives one that stays the same when the job is started again.
+    Args:
+        run_name: argument of the trainer. ``None``: ``COMPOSER_RUN_NAME`` or ``RUN_NAME`` of the environment, with
+            ``autoresume`` the job of the scheduler, otherwise a new name.
+        autoresume: a relaunch must find the run by its name.
 
     Raises:
-        ConfigError: with ``autoresume`` and no name, a relaunch could not find its run again; or a name with a slash or
-            a null character.
+        ConfigError: ``autoresume`` without a name, or a name that is not a file name.
     """
     if run_name is not None and not (isinstance(run_name, str) and run_name):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ConfigError(f"run_name={run_name!r}: expected a name, or None for that of the environment or a new one.")
+        raise ConfigError(f"run_name={run_name!r}: expected a name, or None for a name from the environment.")
     name = run_name or os.environ.get("COMPOSER_RUN_NAME") or os.environ.get("RUN_NAME")
     if name is None and autoresume:
         name = _job_name(os.environ)
+        require(
+            name is not None,
+            "autoresume=True needs a run_name that is the same at each launch: pass run_name='…' or set RUN_NAME. No "
+            "scheduler has given this process the name of a job.",
+        )
     if name is None:
-        if autoresume:
-            raise ConfigError(
-                "autoresume=True needs a run_name that is the same at each launch: pass run_name='…' or set RUN_NAME. "
-                "This is no job of a scheduler that would give it one."
-            )
         return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}", False
-    if "/" in name or name in (".", ".."):
-        raise ConfigError(f"run_name={name!r} names folders: it cannot contain '/'.")
-    if "\0" in name:
-        raise ConfigError(f"run_name={name!r} has a null character in it, which no file can have in its name.")
+    require("/" not in name and name not in (".", ".."), f"run_name={name!r} names folders: it cannot contain '/'.")
+    require("\0" not in name, f"run_name={name!r} has a null character, which no file name can have.")
     return name, True
 
 
 def _job_name(environment: Mapping[str, str]) -> str | None:
-    """A name for the run from what a scheduler says of the job, if that stays the same when the job is restarted."""
+    """Return a name for the run that stays the same when the scheduler restarts the job; ``None`` without a job."""
     if job := environment.get("SLURM_ARRAY_JOB_ID"):
         return f"slurm-{job}-{environment.get('SLURM_ARRAY_TASK_ID', '0')}"
-    if job := environment.get("SLURM_JOB_ID"):  # a requeued job keeps its number
+    if job := environment.get("SLURM_JOB_ID"):
         return f"slurm-{job}"
-    if task := environment.get("SKYPILOT_TASK_ID"):  # a recovered managed job keeps it
+    if task := environment.get("SKYPILOT_TASK_ID"):
         return task.replace("/", "-")
     index, host = environment.get("JOB_COMPLETION_INDEX"), environment.get("HOSTNAME", "")
-    if index and host.endswith(f"-{index}"):  # a pod of an Indexed Job of Kubernetes is called after the job
+    if index and host.endswith(f"-{index}"):  # pods of an Indexed Job of Kubernetes are named after the job
         return host.removesuffix(f"-{index}")
     return None
 
@@ -116,58 +108,36 @@ def _job_name(environment: Mapping[str, str]) -> str | None:
 def build_optimizer(
     optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None, model: nn.Module
 ) -> torch.optim.Optimizer:
-    """The one optimizer of the run.
+    """Return the optimizer of the run; ``DecoupledSGDW(lr=0.1)`` if ``optimizers`` is ``None``.
 
     Raises:
-        ConfigError: more than one, or one that needs a closure, or one that trains none of the model's parameters, or
-            others than those.
+        ConfigError: several optimizers, LBFGS, or an optimizer with other parameters than the model's.
     """
     given = as_list(optimizers, torch.optim.Optimizer, argument="optimizers")
-    if len(given) > 1:
-        raise ConfigError(
-            f"optimizers: {len(given)} were given and one is supported. Use one with several param groups."
-        )
     if not given:
         log.warning("no optimizer was given: training with DecoupledSGDW(lr=0.1)")
         return DecoupledSGDW(list(model.parameters()), lr=0.1)
-    if isinstance(given[0], torch.optim.LBFGS):
-        raise ConfigError("optimizers: LBFGS evaluates the model within its step, which a trained batch cannot do.")
+    require(
+        len(given) == 1, f"optimizers: {len(given)} were given and one is supported. Use one with several param groups."
+    )
+    optimizer = given[0]
+    require(
+        not isinstance(optimizer, torch.optim.LBFGS),
+        "optimizers: LBFGS evaluates the model within its step, which the trainer does not support.",
+    )
     own = {id(parameter) for parameter in model.parameters()}
-    if not any(id(p) in own for group in given[0].param_groups for p in group["params"]):
-        raise ConfigError(
-            "optimizers: none of the optimizer's parameters is the model's. Build it from model.parameters() of the "
-            "model that you pass, after any surgery."
-        )
-    if lost := lost_parameters(given[0], model):
-        raise ConfigError(
-            f"optimizers: it trains what is not the model's, and no checkpoint would have it: {'; '.join(lost)}. "
-            "Make it a parameter of the model, model.name = torch.nn.Parameter(…), also where only the loss uses it."
-        )
-    return given[0]
-
-
-def build_schedulers(
-    schedulers: Sequence[ComposerScheduler | LRScheduler], state: State, *, scale_schedule_ratio: float
-) -> list[LRScheduler]:
-    """torch schedulers over ``state``'s optimizer.
-
-    Raises:
-        ConfigError: a torch scheduler of another optimizer.
-    """
-    built: list[LRScheduler] = []
-    for scheduler in schedulers:
-        if not isinstance(scheduler, LRScheduler):
-            built.append(compile_composer_scheduler(scheduler, state, scale_schedule_ratio))
-        elif scheduler.optimizer is not state.optimizers[0]:
-            raise ConfigError(f"schedulers: {type(scheduler).__name__} was built for another optimizer than the run's.")
-        else:
-            built.append(scheduler)
-    return built
-
-
-def given_rates(optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
-    """The learning rate of each group, as the script has given it: before any schedule."""
-    return tuple(float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups)
+    require(
+        any(id(p) in own for group in optimizer.param_groups for p in group["params"]),
+        "optimizers: the optimizer has no parameter of the model. Build the optimizer from model.parameters() of the "
+        "model that you pass, after any surgery.",
+    )
+    lost = lost_parameters(optimizer, model)
+    require(
+        not lost,
+        f"optimizers: the optimizer trains parameters that are not in the model, so no checkpoint would have them: "
+        f"{'; '.join(lost)}. Register each in the model: model.name = torch.nn.Parameter(…).",
+    )
+    return optimizer
 
 
 def build_evaluators(
@@ -176,119 +146,116 @@ def build_evaluators(
     eval_interval: TimeInput | SchedulePredicate,
     subset_num_batches: int,
 ) -> list[Evaluator]:
-    """The evaluators, with the trainer's settings where they have none of their own.
+    """Return the evaluators. Loaders without a label are ``'eval'``, ``'eval_1'``, ``'eval_2'``, … in order.
 
-    Loaders without a label are ``'eval'``, ``'eval_1'``, ``'eval_2'``, … in their order.
+    Args:
+        eval_dataloader: argument of the trainer.
+        eval_interval: interval of evaluators without an interval.
+        subset_num_batches: number of batches of evaluators without a number.
 
     Raises:
-        ConfigError: two of one label, or one with no data.
+        ConfigError: two evaluators have the same label, or an evaluator has no data.
     """
     if eval_dataloader is None or eval_dataloader == []:
         return []
-    given: Any = eval_dataloader if is_several(eval_dataloader) else [eval_dataloader]
-    taken = {one.label for one in given if isinstance(one, Evaluator)}
+    kinds = (Evaluator, DataSpec, DataLoader)
+    is_several = isinstance(eval_dataloader, list | tuple) and any(isinstance(item, kinds) for item in eval_dataloader)
+    given: Any = eval_dataloader if is_several else [eval_dataloader]
+    taken = {item.label for item in given if isinstance(item, Evaluator)}
     free = (label for label in ("eval", *(f"eval_{i}" for i in range(1, len(given) + 1))) if label not in taken)
-    evaluators = [  # copies: the user's own may be passed again, to a trainer with other settings
-        (copy.copy(one) if isinstance(one, Evaluator) else Evaluator(label=next(free), dataloader=one)).with_defaults(
-            subset_num_batches=subset_num_batches, eval_interval=eval_interval
-        )
-        for one in given
-    ]
-    for evaluator in evaluators:
-        check_data(evaluator.dataloader, argument=f"eval_dataloader {evaluator.label!r}")
+    evaluators: list[Evaluator] = []
+    for item in given:
+        # A copy: the script may pass the same evaluator to a trainer with other settings.
+        own = copy.copy(item) if isinstance(item, Evaluator) else Evaluator(label=next(free), dataloader=item)
+        evaluators.append(own.with_defaults(subset_num_batches=subset_num_batches, eval_interval=eval_interval))
+        check_data(evaluators[-1].dataloader, argument=f"eval_dataloader {own.label!r}")
     labels = [evaluator.label for evaluator in evaluators]
-    if doubled := sorted({label for label in labels if labels.count(label) > 1}):
-        raise ConfigError(
-            f"eval_dataloader: several evaluators have the label {', '.join(doubled)}; give each its own."
-        )
+    doubled = sorted({label for label in labels if labels.count(label) > 1})
+    require(
+        not doubled,
+        f"eval_dataloader: several evaluators have the label {', '.join(doubled)}: give each a label of its own.",
+    )
     return evaluators
 
 
-def limited(evaluator: Evaluator, subset_num_batches: int) -> Evaluator:
-    """Copy of ``evaluator`` that stops after ``subset`` batches."""
-    evaluator = copy.copy(evaluator)
-    evaluator.subset_num_batches = subset_num_batches
-    return evaluator
-
-
 def eval_metrics(model: ComposerModel, evaluator: Evaluator, device: Device) -> dict[str, Any]:
-    """The model's metrics that ``evaluator`` asks for, its own copies, on ``device``, and the model's loss.
+    """Return copies of the model's metrics for ``evaluator`` on ``device``, and the model's loss.
 
-    The loss is computed from what ``eval_forward`` gives: by default where the model says that its ``loss`` takes
-    that, else where the evaluator names it.
+    The loss is included if the evaluator names ``loss``, or if the model has ``has_eval_loss``: its ``loss`` then takes
+    the result of ``eval_forward``.
 
     Raises:
-        ConfigError: it asks for one that the model has not.
+        ConfigError: the evaluator names a metric that the model does not have.
     """
     from composerlite.trainer.eval_loss import NAME, EvalLoss  # torchmetrics takes long to import
 
     available: dict[str, Any] = dict(model.get_metrics(is_train=False))
     is_named = evaluator.metric_names is not None and NAME in evaluator.metric_names
     if NAME not in available and (is_named or getattr(model, "has_eval_loss", False)):
-        dtype = torch.float32 if device.type == "mps" else torch.float64  # which has no float64
+        dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
         available = {NAME: EvalLoss(is_required=is_named, dtype=dtype), **available}
-    if evaluator.metric_names is None:
-        chosen = available
-    else:
+    chosen = available
+    if evaluator.metric_names is not None:
         chosen = {n: m for n, m in available.items() if any(fnmatch.fnmatchcase(n, g) for g in evaluator.metric_names)}
-        for glob in evaluator.metric_names:
-            if not any(fnmatch.fnmatchcase(name, glob) for name in available):
-                raise ConfigError(
-                    f"Evaluator(label={evaluator.label!r}, metric_names=[{glob!r}]): the model has no such metric. It "
-                    f"has: {', '.join(available) or 'none'}."
-                )
+        for pattern in evaluator.metric_names:
+            require(
+                any(fnmatch.fnmatchcase(name, pattern) for name in available),
+                f"Evaluator(label={evaluator.label!r}, metric_names=[{pattern!r}]): the model has no such metric. It "
+                f"has: {', '.join(available) or 'none'}.",
+            )
     return {name: copy.deepcopy(metric).to(device) for name, metric in chosen.items()}
 
 
-def is_later(end: Time, stopped: Time | None) -> bool:
-    """Return true if ``end`` is another one than the run had when it was ``stopped``, and not an earlier one."""
-    return stopped is not None and (end.unit is not stopped.unit or end > stopped)
-
-
 def scaled_duration(time: Time, ratio: float, *, argument: str = "max_duration") -> Time:
-    """``time`` times ``scale_schedule_ratio``.
+    """Return ``time`` times ``scale_schedule_ratio``.
 
     Raises:
-        ConfigError: it would be zero.
+        ConfigError: the product is zero.
     """
     scaled = time if ratio == 1.0 else time * ratio
-    if ratio != 1.0 and int(scaled) == 0:
-        raise ConfigError(f"scale_schedule_ratio={ratio} makes {argument}={time} zero.")
+    require(ratio == 1.0 or int(scaled) > 0, f"scale_schedule_ratio={ratio} makes {argument}={time} zero.")
     return scaled
 
 
 def given_duration(max_duration: TimeInput | None, ratio: float) -> Time | None:
-    """``max_duration`` of the constructor, times ``scale_schedule_ratio``.
+    """Return ``max_duration`` of the constructor times ``scale_schedule_ratio``.
 
     Raises:
-        ConfigError: it cannot be read, or is zero or less.
+        ConfigError: ``max_duration`` is not a positive time.
     """
     if max_duration is None:
         return None
     with naming("max_duration", max_duration):
         time = Time.from_input(max_duration, TimeUnit.EPOCH)
-    if time.value <= 0:
-        raise ConfigError(f"max_duration={max_duration!r}: expected more than zero.")
+    require(time.value > 0, f"max_duration={max_duration!r}: expected more than zero.")
     return scaled_duration(time, ratio)
 
 
-def build_parts(
-    arguments: Mapping[str, Any],
-) -> tuple[list[Algorithm], list[Callback], list[LoggerDestination]]:
-    """Algorithms, callbacks and loggers: those of the user, and what the trainer's other ``arguments`` ask for."""
+def build_parts(arguments: Mapping[str, Any]) -> tuple[list[Algorithm], list[Callback], list[LoggerDestination]]:
+    """Return algorithms, callbacks and loggers: the user's, and those of the trainer's other ``arguments``.
+
+    Order of callbacks: the profiler, the user's, savers, :class:`PreemptionHandler`.
+    """
     algorithms: list[Algorithm] = as_list(arguments["algorithms"], Algorithm, argument="algorithms")
     callbacks: list[Callback] = as_list(arguments["callbacks"], Callback, argument="callbacks")
     loggers: list[LoggerDestination] = as_list(arguments["loggers"], LoggerDestination, argument="loggers")
-    check_callbacks([*callbacks, *loggers])
-    for algorithm in algorithms:
-        check_restored(algorithm, Algorithm)
-    loggers += _output_loggers(arguments)
-    if (profiler := arguments["profiler"]) is not None:
-        callbacks[:0] = _profiling(profiler)  # first: it sees what the other callbacks do
-    if arguments["save_folder"] is not None and not _has_saver_for(arguments["save_folder"], callbacks):
-        callbacks.append(_saver(arguments))  # last: it saves what the other callbacks have done
-    if arguments["save_memory_interval"] is not None:
-        callbacks.append(_memory_saver(arguments, callbacks))
+    check_methods([*algorithms, *callbacks, *loggers])
+
+    console: dict[str, Any] = {"stream": arguments["console_stream"], "log_traces": arguments["log_traces"]}
+    interval, to_console = arguments["console_log_interval"], arguments["log_to_console"]
+    if arguments["progress_bar"]:
+        loggers.append(ProgressBarLogger(log_to_console=to_console or None, console_log_interval=interval, **console))
+    elif to_console:
+        loggers.append(ConsoleLogger(log_interval=interval, **console))
+
+    if arguments["profiler"] is not None:
+        from composerlite.profiler import Profiler, TraceHandler
+
+        profilers: list[Profiler] = as_list(arguments["profiler"], Profiler, argument="profiler")
+        handlers = [handler for profiler in profilers for handler in profiler.trace_handlers]
+        callbacks[:0] = [*profilers, *as_list(handlers, TraceHandler, argument="trace_handlers")]
+    if arguments["save_folder"] is not None or arguments["save_memory_interval"] is not None:
+        callbacks += _savers(arguments, callbacks)
     elif arguments["save_memory_replication"] is not None:
         raise ConfigError(
             f"save_memory_replication={arguments['save_memory_replication']!r} is for checkpoints in memory: give "
@@ -298,89 +265,50 @@ def build_parts(
         from composerlite.callbacks import PreemptionHandler
 
         if arguments["autoresume"] and not any(isinstance(callback, PreemptionHandler) for callback in callbacks):
-            callbacks.append(PreemptionHandler())  # the run saves when it is preempted
-        callbacks.sort(key=lambda one: isinstance(one, PreemptionHandler))  # it listens until the others have ended
+            callbacks.append(PreemptionHandler())
+        # A signal must not end the process while the other callbacks close.
+        callbacks.sort(key=lambda callback: isinstance(callback, PreemptionHandler))
     return algorithms, callbacks, loggers
 
 
-def _profiling(profiler: Any) -> list[Callback]:
-    """The callbacks of ``profiler``: itself, and those that get its traces."""
-    from composerlite.profiler import Profiler, TraceHandler
+def _savers(arguments: Mapping[str, Any], callbacks: Sequence[Callback]) -> list[CheckpointSaver]:
+    """Return the savers for ``save_folder`` and ``save_memory_folder``.
 
-    own = as_list(profiler, Profiler, argument="profiler")
-    return [*own, *as_list([h for one in own for h in one.trace_handlers], TraceHandler, argument="trace_handlers")]
-
-
-def _has_saver_for(folder: str | Path, callbacks: Sequence[Callback]) -> bool:
-    """Return true if one of ``callbacks`` saves full checkpoints to ``folder`` already: one saver is enough there."""
-    from composerlite.callbacks import CheckpointSaver
-
-    path = str(folder).rstrip("/")
-    savers = [callback for callback in callbacks if isinstance(callback, CheckpointSaver)]
-    if any(not saver.weights_only and saver.options.names.folder.rstrip("/") == path for saver in savers):
-        log.info("save_folder=%r: a CheckpointSaver among the callbacks saves there, as its own arguments say", path)
-        return True
-    return False
-
-
-def _output_loggers(arguments: Mapping[str, Any]) -> list[LoggerDestination]:
-    """The progress bar or the lines on the console that the trainer's ``arguments`` ask for."""
-    from composerlite.loggers import ConsoleLogger, ProgressBarLogger  # imports rich
-
-    given: dict[str, Any] = {"stream": arguments["console_stream"], "log_traces": arguments["log_traces"]}
-    interval, to_console = arguments["console_log_interval"], arguments["log_to_console"]
-    if arguments["progress_bar"]:
-        return [ProgressBarLogger(log_to_console=to_console or None, console_log_interval=interval, **given)]
-    return [ConsoleLogger(log_interval=interval, **given)] if to_console else []
-
-
-@contextlib.contextmanager
-def bars_stopped_by_errors(logger: Logger) -> Generator[None]:
-    """Within it an error takes progress bars off the terminal before its traceback is printed."""
-    try:
-        yield
-    except BaseException:
-        from composerlite.loggers import ProgressBarLogger
-
-        for destination in logger.destinations:
-            if isinstance(destination, ProgressBarLogger):
-                destination.stop()
-        raise
-
-
-def _saver(arguments: Mapping[str, Any]) -> CheckpointSaver:
-    """The saver that the trainer's arguments ``save_…`` describe. They are its own, with that before their names."""
-    from composerlite.callbacks import CheckpointSaver
-
-    given = {
-        _RENAMED.get(name, name.removeprefix("save_")): value
-        for name, value in arguments.items()
-        if name.startswith("save_") and name != "save_metrics" and not name.startswith("save_memory_")
-    }
-    return CheckpointSaver(latest_remote_file_name=None, **given)
-
-
-def _memory_saver(arguments: Mapping[str, Any], callbacks: Sequence[Callback]) -> CheckpointSaver:
-    """The saver that keeps the newest checkpoint in the memory of this machine, beside those among ``callbacks``.
+    Args:
+        arguments: arguments of the trainer.
+        callbacks: callbacks of the user. A :class:`CheckpointSaver` among them for ``save_folder`` replaces the saver.
 
     Raises:
-        ConfigError: nobody would resume from it, or there is no such memory.
+        ConfigError: the arguments for checkpoints in memory contradict the others.
     """
     from composerlite.callbacks import CheckpointSaver
 
-    interval, folder = arguments["save_memory_interval"], Path(arguments["save_memory_folder"])
-    if not arguments["autoresume"] or not any(isinstance(callback, CheckpointSaver) for callback in callbacks):
-        raise ConfigError(
-            f"save_memory_interval={interval!r} is for runs that resume by themselves after a crash, beside "
-            "checkpoints on a disk: give autoresume=True and a save_folder as well."
-        )
-    if not folder.is_dir():
-        raise ConfigError(
-            f"save_memory_folder={str(folder)!r}: there is no such folder. Name one that is kept in memory (tmpfs)."
-        )
+    savers: list[CheckpointSaver] = []
+    own = [callback for callback in callbacks if isinstance(callback, CheckpointSaver)]
+    folder = str(arguments["save_folder"]).rstrip("/")
+    if any(not saver.weights_only and saver.options.names.folder.rstrip("/") == folder for saver in own):
+        log.info("save_folder=%r: the CheckpointSaver in callbacks saves there, with its own arguments", folder)
+    elif arguments["save_folder"] is not None:
+        given = {
+            _RENAMED.get(name, name.removeprefix("save_")): value
+            for name, value in arguments.items()
+            if name.startswith("save_") and name != "save_metrics" and not name.startswith("save_memory_")
+        }
+        savers.append(CheckpointSaver(latest_remote_file_name=None, **given))
+    if arguments["save_memory_interval"] is None:
+        return savers
+    interval, memory = arguments["save_memory_interval"], Path(arguments["save_memory_folder"])
+    require(
+        bool(arguments["autoresume"] and (savers or own)),
+        f"save_memory_interval={interval!r} needs autoresume=True and a save_folder: a run resumes from memory after a "
+        "crash, and from the save_folder if the machine is lost.",
+    )
+    require(
+        memory.is_dir(), f"save_memory_folder={str(memory)!r}: no such folder. Name a folder that is in memory (tmpfs)."
+    )
     same = ("ignore_keys", "staging_bytes", "async", "lazy")
-    return CheckpointSaver(
-        f"{folder}/composerlite-{os.getuid()}/{{run_name}}",
+    in_memory = CheckpointSaver(
+        f"{memory}/composerlite-{os.getuid()}/{{run_name}}",
         remote_file_name=None,
         latest_filename=None,
         save_interval=interval,
@@ -391,62 +319,51 @@ def _memory_saver(arguments: Mapping[str, Any], callbacks: Sequence[Callback]) -
         failure_limit=_MEMORY_FAILURES,
         **{_RENAMED.get(f"save_{name}", name): arguments[f"save_{name}"] for name in same},
     )
+    return [*savers, in_memory]
 
 
-def parallelism(value: Mapping[str, Any] | ParallelismConfig | None) -> ParallelismConfig | None:
-    """Return the parallelism of the model, checked against the number of ranks; ``None`` for a replica on each rank."""
-    if value is None:
-        return None
-    from composerlite.core.parallelism import ensure_parallelism
-
-    config = ensure_parallelism(value)
-    if config is not None:
-        config.degrees(dist.get_world_size())
-    return config
+@contextlib.contextmanager
+def bars_stopped_by_errors(logger: Logger) -> Generator[None]:
+    """Remove progress bars from the terminal if the block raises, before the traceback is printed."""
+    try:
+        yield
+    except BaseException:
+        for destination in logger.destinations:
+            if isinstance(destination, ProgressBarLogger):
+                destination.stop()
+        raise
 
 
 def deepspeed_config(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return DeepSpeed's configuration by the trainer's ``arguments``; ``None`` where it does not train.
+    """Return DeepSpeed's configuration; ``None`` without ``deepspeed_config``.
 
     Raises:
-        ConfigError: it cannot be read, or contradicts another argument.
+        ConfigError: the configuration cannot be read, or contradicts another argument of the trainer.
     """
     value = arguments["deepspeed_config"]
     if value is None:
         return None
     for other in ("parallelism_config", "ddp_sync_strategy", "compile_config"):
-        if arguments[other] is not None:
-            raise ConfigError(
-                f"deepspeed_config={value!r} contradicts {other}={arguments[other]!r}: DeepSpeed spreads the model in "
-                "its own way. Give one of the two."
-            )
+        require(
+            arguments[other] is None,
+            f"deepspeed_config={value!r} contradicts {other}={arguments[other]!r}: DeepSpeed distributes the model "
+            "itself. Leave one of the two out.",
+        )
     from composerlite.trainer.ranks.zero_config import read_config
 
     return read_config(value)
 
 
 def zero(state: State, spec: DataSpec | None) -> Parallel | None:
-    """DeepSpeed with the model of ``state``, if that is to train it; ``spec`` are the data, if they are known."""
+    """Return DeepSpeed around the model of ``state``; ``None`` without ``state.deepspeed_config``.
+
+    Args:
+        state: training state.
+        spec: training data; ``None`` if unknown.
+    """
     if state.deepspeed_config is None:
         return None
-    from composerlite.trainer.ranks.zero import ZeRO  # what takes long to import
+    from composerlite.trainer.ranks.zero import ZeRO  # takes long to import
 
-    return ZeRO(state, state.deepspeed_config, _batch_size(spec))
-
-
-def check_zero(state: State, spec: DataSpec) -> None:
-    """Check that DeepSpeed's settings still fit the data ``spec``.
-
-    Raises:
-        ConfigError: a number of samples or the precision is another now.
-    """
-    if state.deepspeed_config is not None:
-        from composerlite.trainer.ranks.zero_config import check_batches
-
-        check_batches(state.deepspeed_config, state, _batch_size(spec))
-
-
-def _batch_size(spec: DataSpec | None) -> int | None:
-    """Samples per batch of one rank, where the loader says it."""
     size = None if spec is None else getattr(spec.dataloader, "batch_size", None)
-    return size if isinstance(size, int) else None
+    return ZeRO(state, state.deepspeed_config, size if isinstance(size, int) else None)

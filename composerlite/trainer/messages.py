@@ -1,6 +1,6 @@
-"""Messages of a run: what it begins with, where its checkpoints and metrics go, and how it ended.
+"""Log messages of a run: its start, its places for checkpoints and metrics, and its end.
 
-They are records of :mod:`logging` at INFO. Where the program has not configured logging they are on standard error.
+The messages are records of :mod:`logging` at INFO. Without a logging configuration they go to standard error.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from composerlite.loggers.values import shown
 if TYPE_CHECKING:
     from composerlite.callbacks import CheckpointSaver
 
-__all__ = ["RESULT", "began_with", "result", "show_messages", "tell_result", "tell_start"]
+__all__ = ["RESULT", "log_loaded", "log_result", "log_start", "result", "show_messages"]
 
 log = logging.getLogger(__name__)
 
 RESULT = "composerlite.result"
-"""Name of the logger of the line that says how a run ended."""
+"""Name of the logger for the summary at the end of a run."""
 
 
 @final
 class _StandardError(logging.Handler):
-    """Writes records to ``sys.stderr`` as it is at the time, above progress bars; those below WARNING on rank 0."""
+    """Writes records to the current ``sys.stderr``, above progress bars. Below WARNING only rank 0 writes."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if logging.root.handlers or (record.levelno < logging.WARNING and dist.get_global_rank() != 0):
-            return  # configured by now, or told by rank 0
+            return  # logging was configured later, or rank 0 writes the record
         try:
             sys.stderr.write(self.format(record) + "\n")
             sys.stderr.flush()
-        except Exception:  # noqa: BLE001 - as all handlers do
+        except Exception:  # noqa: BLE001 - as in logging.StreamHandler
             self.handleError(record)
 
 
 def show_messages() -> None:
-    """Write composerlite's messages of INFO and above to standard error, unless logging is configured already."""
+    """Write composerlite's messages from INFO on to standard error, unless the program has configured logging."""
     logger = logging.getLogger("composerlite")
     if logging.root.handlers or logger.handlers:
         return
@@ -49,22 +49,22 @@ def show_messages() -> None:
         logger.setLevel(logging.INFO)
 
 
-def began_with(state: State, *, resumed: bool, weights_only: bool) -> None:
-    """Log which checkpoint was loaded, and the batch at which the run continues."""
+def log_loaded(state: State, *, resumed: bool, weights_only: bool) -> None:
+    """Log the loaded checkpoint, and the batch at which the run continues."""
     if resumed:
         log.info("resumed run %r from %s: %s", state.run_name, state.load_path, _place(state))
     elif weights_only:
         log.info("loaded the weights of %s: the run starts at batch 0", state.load_path)
     elif int(state.timestamp.batch) == 0:
-        log.info("loaded %s, which is at batch 0: so is the run", state.load_path)
+        log.info("loaded %s: the run starts at batch 0", state.load_path)
     else:
         log.info("loaded %s: the run continues at %s", state.load_path, _place(state))
 
 
-def tell_start(
+def log_start(
     state: State, savers: Sequence[CheckpointSaver], loggers: Sequence[LoggerDestination], *, autoresume: bool
 ) -> None:
-    """Log the start of a run: its first and last batch, its device, its places for checkpoints and metrics."""
+    """Log the first and last batch of a run, its device, and its places for checkpoints and metrics."""
     where = state.device if state.world_size == 1 else f"{state.device}, {state.world_size} ranks"
     batch = int(state.timestamp.batch)
     start = f"from batch {batch} " if batch else ""
@@ -82,19 +82,19 @@ def _folder_of(saver: CheckpointSaver, state: State) -> str:
     return folder if interval is None else f"{folder} (each {interval})"
 
 
-def tell_result(state: State, savers: Sequence[CheckpointSaver], losses: Mapping[str, Any], *, trained: bool) -> None:
-    """Tell :func:`result`."""
+def log_result(state: State, savers: Sequence[CheckpointSaver], losses: Mapping[str, Any], *, trained: bool) -> None:
+    """Log the summary of a run; arguments as for :func:`result`."""
     logging.getLogger(RESULT).info("%s", result(state, savers, losses, trained=trained))
 
 
 def result(state: State, savers: Sequence[CheckpointSaver], losses: Mapping[str, Any], *, trained: bool) -> str:
-    """Summarize the run on a line: how far it came, its last values and its last checkpoint.
+    """Return a one-line summary of the run: its progress, last values and last checkpoint.
 
     Args:
-        state: of the run.
-        savers: of which the first keeps the checkpoint.
-        losses: of the last batch, on all ranks.
-        trained: it was trained just now, and had not ended before.
+        state: training state.
+        savers: savers of the run; the first has the last checkpoint.
+        losses: losses of the last batch, means over all ranks.
+        trained: this call of ``fit`` has trained; false if the run had ended before.
     """
     if not trained:
         path = "" if state.load_path is None else f": checkpoint {state.load_path}"

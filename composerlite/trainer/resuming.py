@@ -1,8 +1,9 @@
-"""The beginning of a run: its own newest good checkpoint, the one that ``load_path`` names, or nothing."""
+"""Start of a run: from its newest good checkpoint, from the checkpoint in ``load_path``, or from scratch."""
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,8 @@ from composerlite.checkpoint.save.run_folder import begin_attempt
 from composerlite.core import LoggerDestination, State
 from composerlite.errors import ConfigError, naming
 from composerlite.storage import ObjectStore, parse_uri, without_secrets
-from composerlite.trainer.checks import Arguments, check_names, check_seconds
-from composerlite.trainer.messages import began_with
+from composerlite.trainer.checks import Arguments, as_list, require
+from composerlite.trainer.messages import log_loaded
 from composerlite.trainer.settings import reconcile_optimizer
 
 if TYPE_CHECKING:
@@ -31,10 +32,10 @@ log = logging.getLogger(__name__)
 @final
 @dataclass(slots=True, kw_only=True)
 class LoadSettings(Arguments):
-    """Arguments of the trainer that say what a run begins with.
+    """Arguments of the trainer for loading and resuming.
 
     Raises:
-        ConfigError: one breaks its rule.
+        ConfigError: an argument breaks its rule.
     """
 
     load_path: str | Path | None
@@ -50,14 +51,18 @@ class LoadSettings(Arguments):
     autoresume_timeout: float
 
     def __post_init__(self) -> None:
-        self.load_exclude_algorithms = check_names(self.load_exclude_algorithms, argument="load_exclude_algorithms")
+        self.load_exclude_algorithms = as_list(self.load_exclude_algorithms, str, argument="load_exclude_algorithms")
         self.load_ignore_keys = check_ignore_keys(self.load_ignore_keys, argument="load_ignore_keys")
         if self.load_key_map is not None:
             from composerlite.checkpoint.foreign.keys import check_key_map  # rarely needed
 
             self.load_key_map = check_key_map(self.load_key_map)
-        if self.autoresume:
-            check_seconds(self.autoresume_timeout, argument="autoresume_timeout")
+        seconds: Any = self.autoresume_timeout
+        is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+        require(
+            not self.autoresume or (is_number and 0 <= seconds < math.inf),
+            f"autoresume_timeout={seconds!r}: expected a number of seconds, 0 or more.",
+        )
 
 
 @final
@@ -65,7 +70,7 @@ class Start(NamedTuple):
     """The start of a run.
 
     Attributes:
-        resumed: it resumes from a checkpoint of its own.
+        resumed: the run resumes from its own checkpoint.
         changes: differences between the optimizer settings of the checkpoint and of the script.
     """
 
@@ -76,12 +81,19 @@ class Start(NamedTuple):
 def load_or_resume(
     state: State, settings: LoadSettings, savers: Sequence[CheckpointSaver], loggers: Sequence[LoggerDestination]
 ) -> Start:
-    """Load the run's checkpoint, if any, into ``state``, and begin an attempt of the run.
+    """Load a checkpoint into ``state``, and begin an attempt of the run.
+
+    With ``autoresume`` the newest good checkpoint of the run is loaded, otherwise ``load_path``.
 
     Args:
-        state: of the run, whole: everything that has a state is there to take it.
-        settings: what the user said.
-        savers: whose folders and buckets may hold earlier attempts. loggers: one may upload to the bucket.
+        state: complete training state.
+        settings: arguments of the trainer.
+        savers: their folders and buckets are searched for checkpoints of the run.
+        loggers: a logger may upload checkpoints to a bucket, which is also searched.
+
+    Raises:
+        CheckpointError: the checkpoint is missing or damaged, or does not fit.
+        RunInUseError: another process trains this run.
     """
     if settings.load_path is not None and settings.load_object_store is None:
         with naming("load_path", settings.load_path):
@@ -90,18 +102,22 @@ def load_or_resume(
     path = settings.load_path if choice is None or choice.path is None else choice.path
     resumed = choice is not None and choice.path is not None
     if path is not None:
-        state.load_path = without_secrets(str(path))  # it is logged, and recorded in checkpoints
-        if choice is not None and resumed:
-            generators = _restored(state, choice, settings)
-        else:
+        state.load_path = without_secrets(str(path))  # logged, and saved in checkpoints
+        if choice is None or choice.path is None:
             generators = _load(state, str(path), settings)
+        else:
+            with advising(str(choice.path)):
+                if choice.loaded is not None:
+                    generators = choice.loaded.restore()
+                else:  # DeepSpeed reads and restores in a single step
+                    generators = load_checkpoint(str(path), state, trust_checkpoint=settings.trust_checkpoint)
         state.resumed.generators = state.resumed.generators if generators is None else generators
-        began_with(state, resumed=resumed, weights_only=settings.load_weights_only)
+        log_loaded(state, resumed=resumed, weights_only=settings.load_weights_only)
     changes = [] if state.deepspeed_enabled else reconcile_optimizer(state, script_wins=resumed)
     if choice is not None:
         state.lineage = choice.lineage
     elif savers:
-        origin = None if settings.load_weights_only else state.load_path  # with weights alone a run starts from scratch
+        origin = None if settings.load_weights_only else state.load_path  # weights alone are not a continuation
         places = [saver.manager.place for saver in savers]
         folders: list[tuple[Catalog, str | None]] = [(place.catalog, None) for place in places]
         buckets = [(bucket.catalog, bucket.link) for place in places for bucket in place.buckets]
@@ -110,7 +126,7 @@ def load_or_resume(
 
 
 def _load(state: State, name: str, settings: LoadSettings) -> list[dict[str, Any]] | None:
-    """Load the checkpoint that ``load_path`` names; return the states of its random generators."""
+    """Load the checkpoint in ``load_path``; return the states of its random generators."""
     store = settings.load_object_store
     if store is not None and not isinstance(store, ObjectStore):
         name, store = store.object_name(name, state.run_name), store.object_store
@@ -128,26 +144,18 @@ def _load(state: State, name: str, settings: LoadSettings) -> list[dict[str, Any
     )
 
 
-def _restored(state: State, choice: Choice, settings: LoadSettings) -> list[dict[str, Any]] | None:
-    """Restore the chosen checkpoint of the run; return the states of its random generators."""
-    with advising(str(choice.path)):
-        if choice.loaded is not None:
-            return choice.loaded.restore()
-        # DeepSpeed reads and restores at once.
-        return load_checkpoint(str(choice.path), state, trust_checkpoint=settings.trust_checkpoint)
-
-
 def _newest_checkpoint(
     state: State, settings: LoadSettings, savers: Sequence[CheckpointSaver], loggers: Sequence[LoggerDestination]
 ) -> Choice:
-    """Choose the newest good checkpoint of this run that any of its ``savers`` wrote, and read it into ``state``.
+    """Take the lease of the run, and read its newest good checkpoint.
 
-    From now on no other process can be given the run: see :mod:`composerlite.checkpoint.place.lease`.
+    No other process can train the run while this process holds the lease: see
+    :mod:`composerlite.checkpoint.place.lease`.
 
     Raises:
-        RunInUseError: another process has the run and continues with it.
-        CheckpointError: there are checkpoints, and none of them is good.
-        ConfigError: none of them saves what a run could be resumed from.
+        RunInUseError: another process trains the run.
+        CheckpointError: there are checkpoints, and none is good.
+        ConfigError: no saver saves more than weights.
     """
     savers = [saver for saver in savers if not saver.weights_only]
     if not savers:

@@ -200,7 +200,7 @@ class TrainStep:
         if spec.microbatch_transforms is not None:
             state.batch = spec.microbatch_transforms(state.batch)
 
-        forward = self._parallel.trained(model)
+        forward = self._parallel.training_module(model)
         self._parallel.before_microbatch(last=last)
         for handler in on[Event.BEFORE_FORWARD]:
             handler(state, logger)

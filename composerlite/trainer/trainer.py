@@ -1,7 +1,8 @@
-"""Trainer: the arguments become objects here, and the objects do the work."""
+"""Trainer: builds all parts of a run from the arguments, and runs training, evaluation and prediction."""
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -29,7 +30,14 @@ from composerlite.core import (
     ensure_data_spec,
     seed_all,
 )
-from composerlite.core.numerics import configure_deterministic_mode, ensure_precision, get_random_seed, seed_of_rank
+from composerlite.core.numerics import (
+    MAX_SEED,
+    configure_deterministic_mode,
+    ensure_precision,
+    get_random_seed,
+    seed_of_rank,
+)
+from composerlite.core.parallelism import ensure_parallelism
 from composerlite.errors import ConfigError, checked_arguments
 from composerlite.models import ComposerModel
 from composerlite.optim import ComposerScheduler
@@ -70,86 +78,91 @@ Schedulers = ComposerScheduler | LRScheduler | Sequence[ComposerScheduler | LRSc
 
 @final
 class Trainer:
-    """Trains a :class:`ComposerModel`, saves checkpoints and resumes from them.
+    """Trains a :class:`ComposerModel`, saves checkpoints and resumes from checkpoints.
 
-    A run that is interrupted and resumed, from ``load_path`` or with ``autoresume``, is bit for bit the run that was
-    not interrupted: weights, optimizer state, random numbers and the order of samples.
+    An interrupted run that is resumed, with ``load_path`` or ``autoresume``, is bit for bit equal to an uninterrupted
+    run: weights, optimizer state, random numbers and the order of samples.
 
-    Use it as a context manager, or call :meth:`close`: that is where the last files are flushed and failures raised.
+    Use the trainer as a context manager, or call :meth:`close`, which flushes the last files and raises failures.
 
     Args:
-        model: what is trained.
-        train_dataloader: any iterable of batches, a :class:`DataSpec`, or its arguments as a dict. May come with
-            :meth:`fit`.
-        train_dataloader_label: its name in logs.
+        model: model to train.
+        train_dataloader: an iterable of batches, a :class:`DataSpec`, or a dict of arguments of :class:`DataSpec`. May
+            be passed to :meth:`fit` instead.
+        train_dataloader_label: name of the training data in logs.
         train_subset_num_batches: batches per epoch; -1 for all.
-        spin_dataloaders: after a resume leave out the batches of the epoch that were seen; ``False`` starts the epoch's
-            data afresh and is not exact.
-        max_duration: when training ends: a number of epochs, a time string (``'90ep'``, ``'500ba'``, ``'1e9tok'``,
+        spin_dataloaders: after a resume, skip the batches of the epoch before the checkpoint. ``False`` starts the
+            epoch's data again, and the resume is not exact.
+        max_duration: end of training: a number of epochs, a time string (``'90ep'``, ``'500ba'``, ``'1e9tok'``,
             ``'36h'``) or a :class:`Time`.
-        algorithms: changes to training. algorithm_passes: reorder them.
-        optimizers: the optimizer; ``DecoupledSGDW(lr=0.1)`` with a warning if none is given.
+        algorithms: changes of training. algorithm_passes: functions to reorder algorithms.
+        optimizers: the optimizer; by default ``DecoupledSGDW(lr=0.1)``, with a warning.
         schedulers: learning rate schedules, Composer's or torch's. A ``ReduceLROnPlateau`` follows the loss of the
-            first evaluator or, composerlite's, the metric that it names, and steps each time it is measured.
-        scale_schedule_ratio: scales ``max_duration`` and Composer schedules.
-        step_schedulers_every_batch: whether schedulers step each batch, as Composer's do by default, or each epoch, as
-            torch's do.
-        eval_dataloader: a loader, or an :class:`Evaluator`, or a list of these. Loaders without a label are ``eval``,
+            first evaluator, or the metric of composerlite's subclass, and steps after each evaluation.
+        scale_schedule_ratio: factor for ``max_duration`` and Composer's schedules.
+        step_schedulers_every_batch: step schedulers after each batch instead of each epoch. By default true for
+            Composer's schedulers and false for torch's.
+        eval_dataloader: a loader, an :class:`Evaluator`, or a list of these. Loaders without a label are ``eval``,
             ``eval_1``, ``eval_2``, … in logs.
         eval_interval: when to evaluate: a number of epochs, a time string or a function ``(state, event) -> bool``.
         eval_subset_num_batches: batches per evaluation; -1 for all.
-        callbacks: take part in training. loggers: where metrics go.
-        run_name: names the run; by default ``RUN_NAME`` of the environment, or a new name.
-        progress_bar: show one; where the output is no terminal, a line per epoch and every 30 seconds.
+        callbacks: callbacks of training. loggers: destinations of metrics.
+        run_name: name of the run; by default ``RUN_NAME`` of the environment, or a new name.
+        progress_bar: show a progress bar on a terminal; in other output, a line per epoch and every 30 seconds.
         log_to_console: print metrics at ``console_log_interval`` to ``console_stream``.
         log_traces: log which algorithms ran. auto_log_hparams: log the plain arguments of this constructor.
-        load_path: a checkpoint to load, here and now: a path, a URI such as ``'s3://bucket/run/ep1-ba10-rank0.pt'``, or
-            a name in ``load_object_store``, a store or the logger that uploads to it.
-        load_weights_only: load the model alone.
-        load_strict_model_weights: parameter names must agree exactly; shapes must in any case.
-        load_progress_bar: show one on a terminal while a large checkpoint is downloaded or read.
-        load_ignore_keys: globs over ``state/…`` paths, or a function of the dict, of what is not loaded from
-            ``load_path``. A run that ``autoresume`` resumes takes back all that it has saved, whatever the ``load_…``
-            arguments leave out.
-        load_exclude_algorithms: names of algorithms that are not restored from ``load_path``.
-        load_key_map: where the parts of a run are in a file of another program, with dots between keys:
-            ``{'model': 'net.*', 'batch': 'step'}``. Common formats are recognised without it.
-        trust_checkpoint: load checkpoints with any type in them, **running whatever code they hold**.
-        save_folder: save checkpoints there: in a folder or, as a URI, in a bucket. The other ``save_…`` arguments are
-            those of :class:`CheckpointSaver`.
-        save_memory_interval: save also into ``save_memory_folder`` at these times, as often as every batch: a run whose
-            process dies resumes from there, if the machine lives. The newest one is kept.
-        save_memory_folder: a folder that the machine keeps in memory.
-        save_memory_replication: also replicate checkpoints in memory to that of another node, in the background, so
-            that a run resumes from memory when a node is lost. GB/s that each node sends at most (1 GB is 10⁹ bytes).
-        save_compat: ``'composer'``: save what Composer loads, too. Times are then ``timedelta``.
-        save_metrics: put the state of metrics into checkpoints, so that those of an epoch survive a resume within it.
-            Those of training are saved in any case where a callback decides by them.
-        autoresume: resume from the newest good checkpoint of this ``run_name``, if there is one. Needs a ``run_name``.
-            A run that is preempted saves first: see :class:`PreemptionHandler`.
-        autoresume_timeout: seconds to wait for the end of another process that has this run; after that it is an error.
-        device: ``'cpu'``, ``'gpu'``, ``'mps'`` or ``'xpu'``; the GPU by default if there is one.
+        load_path: checkpoint to load at construction: a path, a URI such as ``'s3://bucket/run/ep1-ba10-rank0.pt'``, or
+            a name in ``load_object_store``, a store or the logger that uploads to the store.
+        load_weights_only: load only the model.
+        load_strict_model_weights: names of weights must be equal. Shapes must always be equal.
+        load_progress_bar: show a progress bar on a terminal while a large checkpoint is downloaded or read.
+        load_ignore_keys: globs over ``state/…`` paths, or a function of the dict: parts of ``load_path`` to skip. A run
+            that ``autoresume`` resumes restores everything, regardless of the ``load_…`` arguments.
+        load_exclude_algorithms: names of algorithms in ``load_path`` to skip.
+        load_key_map: keys of the parts in a file of another program, with dots between keys:
+            ``{'model': 'net.*', 'batch': 'step'}``. Common formats are recognised without this map.
+        trust_checkpoint: load checkpoints with any type, **running any code in the files**.
+        save_folder: save checkpoints to this folder or bucket. The other ``save_…`` arguments are the arguments of
+            :class:`CheckpointSaver`.
+        save_memory_interval: save also to ``save_memory_folder`` at this interval, even every batch. If the process
+            dies and the machine lives, the run resumes from there. The newest checkpoint is kept.
+        save_memory_folder: folder in the machine's memory.
+        save_memory_replication: also copy checkpoints in memory to the memory of another node, in the background, so
+            that a run resumes from memory when a node is lost. Limit in GB/s for each node (1 GB is 10⁹ bytes).
+        save_compat: ``'composer'``: save checkpoints that Composer can load. Times are then ``timedelta``.
+        save_metrics: save the states of metrics, so that metrics of an epoch survive a resume within the epoch. The
+            states of training metrics are always saved if a callback decides by them.
+        autoresume: resume from the newest good checkpoint of this ``run_name``, if there is any. Needs a ``run_name``.
+            A preempted run saves first: see :class:`PreemptionHandler`.
+        autoresume_timeout: seconds to wait until another process that trains this run ends; then an error is raised.
+        device: ``'cpu'``, ``'gpu'``, ``'mps'`` or ``'xpu'``; by default the GPU if there is one.
         precision: ``'fp32'``, ``'amp_bf16'``, ``'amp_fp16'``.
-        device_train_microbatch_size: samples per forward pass, or ``'auto'`` to halve it until it fits into memory.
-        accumulate_train_batch_on_tokens: weigh microbatches by tokens rather than samples.
-        seed: of all random generators; a random one by default. deterministic_mode: use deterministic kernels only.
-        dist_timeout: seconds that a rank waits for the others before it raises an error that names those who are late.
-        ddp_sync_strategy: when ranks average their gradients: ``'single_auto_sync'``, in the backward pass of a batch's
-            last microbatch, the default; ``'multi_auto_sync'``, in that of every microbatch, and a parameter may be
-            unused in it; ``'forced_sync'``, after the last backward pass.
-        parallelism_config: how the model is sharded over ranks: a :class:`ParallelismConfig` or
-            ``{'fsdp': {…}, 'tp': {…}}`` with the fields of :class:`FSDPConfig` and :class:`TPConfig`; ``None`` for a
+        device_train_microbatch_size: samples per forward pass, or ``'auto'`` to halve the size until the batch fits
+            into memory.
+        accumulate_train_batch_on_tokens: weight microbatches by tokens instead of samples.
+        seed: seed of all random generators; by default random. deterministic_mode: use only deterministic kernels.
+        dist_timeout: seconds that a rank waits for other ranks. The error then names the late ranks.
+        ddp_sync_strategy: when ranks average gradients: ``'single_auto_sync'`` (default), in the backward pass of the
+            last microbatch of a batch; ``'multi_auto_sync'``, in every microbatch, which may leave parameters unused;
+            ``'forced_sync'``, after the last backward pass.
+        parallelism_config: sharding of the model over ranks: a :class:`ParallelismConfig` or
+            ``{'fsdp': {…}, 'tp': {…}}`` with the fields of :class:`FSDPConfig` and :class:`TPConfig`; ``None``: a
             replica on each rank.
-        deepspeed_config: have DeepSpeed's ZeRO spread the state of the optimizer, gradients and weights over the ranks:
-            its configuration, as a dict or the path of a JSON file. What follows from the other arguments (batch sizes,
-            precision, clipping) need not be in it.
-        profiler: a :class:`~composerlite.profiler.Profiler`, which records what the batches of a schedule do.
+        deepspeed_config: configuration of DeepSpeed's ZeRO, as a dict or the path of a JSON file: optimizer state,
+            gradients and weights are sharded. Keys that follow from other arguments (batch sizes, precision, clipping)
+            can be left out.
+        profiler: a :class:`~composerlite.profiler.Profiler`, which records the batches of a schedule.
         python_log_level: log level of composerlite.
-        compile_config: arguments of ``torch.compile``, with which the model is compiled; ``None`` for not at all.
+        compile_config: arguments of ``torch.compile``; ``None``: do not compile the model.
 
     Raises:
-        ConfigError: whatever cannot work, before training starts.
+        ConfigError: an argument is wrong. Raised before training starts.
         CheckpointError: ``load_path`` is missing, damaged or does not fit.
+
+    Example::
+
+        with Trainer(model=model, train_dataloader=loader, max_duration="2ep", save_folder="runs") as trainer:
+            trainer.fit()
     """
 
     @checked_arguments
@@ -233,7 +246,7 @@ class Trainer:
     ) -> None:
         arguments = dict(locals())
 
-        from composerlite.trainer.resuming import LoadSettings, load_or_resume  # and with it most of checkpoint
+        from composerlite.trainer.resuming import LoadSettings, load_or_resume  # takes long to import
 
         alone = parallelism_config is not None or deepspeed_config is not None
         self._membership = Membership(device, dist_timeout, alone=alone)
@@ -241,28 +254,35 @@ class Trainer:
             messages.show_messages()
             checks.check_flags(type(self).__init__, arguments)
             if python_log_level is not None:
-                logging.getLogger("composerlite").setLevel(checks.check_log_level(python_log_level))
+                level = logging.getLevelNamesMapping().get(str(python_log_level).upper(), 0)
+                checks.require(level > 0, f"python_log_level={python_log_level!r} does not exist.")
+                logging.getLogger("composerlite").setLevel(level)
             zero_config = build.deepspeed_config(arguments)
             ddp_sync_strategy = check_sync_strategy(ddp_sync_strategy)
-            parallelism = build.parallelism(parallelism_config)
+            parallelism = None if parallelism_config is None else ensure_parallelism(parallelism_config)
+            if parallelism is not None:
+                parallelism.degrees(dist.get_world_size())  # raises if the ranks do not allow these degrees
             self._accumulate_on_tokens = accumulate_train_batch_on_tokens
             self._settings = checks.FitSettings.of(arguments)
             checks.check_interval(console_log_interval, argument="console_log_interval")
-            compile_config = checks.check_compile_config(compile_config)
+            compile_arguments: Any = compile_config
+            is_dict = compile_arguments is None or isinstance(compile_arguments, dict)
+            checks.require(is_dict, f"compile_config={compile_config!r}: expected a dict of arguments, or None.")
             load = LoadSettings.of(arguments)
-            self._has_told_start = False
+            self._start_logged = False
             self._may_lack_end = False
             self._autoresume = autoresume
             self._position: DataPosition | None = None
 
-            # Reproducibility first: whatever draws random numbers from here on does so from the seed.
+            # First of all: everything below may draw random numbers.
             if deterministic_mode:
                 configure_deterministic_mode()
             self._given_seed = seed
-            seed = dist.get_group().broadcast(get_random_seed() if seed is None else checks.check_seed(seed))
+            is_seed = seed is None or (checks.is_whole(seed) and 0 <= seed <= MAX_SEED)
+            checks.require(is_seed, f"seed={seed!r}: expected a whole number from 0 to {MAX_SEED}.")
+            seed = dist.get_group().broadcast(get_random_seed() if seed is None else seed)
             seed_all(seed)
 
-            # The parts of the run.
             chosen_device = dist.get_device(device)
             dist.env.claim_device(chosen_device)
             chosen_precision = ensure_precision(precision, chosen_device)
@@ -294,7 +314,11 @@ class Trainer:
             self.state.callbacks = [*user_loggers, *user_callbacks]
             self.logger = Logger(self.state, user_loggers)
             model.logger = self.logger
-            self.engine = Engine(self.state, self.logger, checks.check_passes(algorithm_passes))
+            passes: Any = [] if algorithm_passes is None else algorithm_passes
+            passes = list(passes) if isinstance(passes, list | tuple) else [passes]  # pyright: ignore[reportUnknownArgumentType]
+            is_callable = all(callable(item) for item in passes)
+            checks.require(is_callable, f"algorithm_passes={passes!r}: expected functions of (algorithms, event).")
+            self.engine = Engine(self.state, self.logger, passes)
             if auto_log_hparams:
                 self.logger.log_hyperparameters(_plain(arguments))
 
@@ -302,7 +326,7 @@ class Trainer:
             self._train_spec: DataSpec | None = None
             try:
                 self.engine.run_event(Event.INIT)
-                checks.check_own_files(user_loggers)
+                _check_files(user_loggers)
                 if train_dataloader is not None:
                     self._set_train_data(train_dataloader)
                 self._evaluators(eval_dataloader)
@@ -315,23 +339,27 @@ class Trainer:
                 if sharded is not None and zero_config is None:
                     self._membership.stay()
 
-                self.state.script.learning_rates = build.given_rates(self.state.optimizers[0])
+                groups = self.state.optimizers[0].param_groups
+                rates = [float(group.get("initial_lr", group["lr"])) for group in groups]  # before any schedule
+                self.state.script.learning_rates = tuple(rates)
                 self.state.script.settings["optimizer"] = optimizer_settings(self.state.optimizers[0])
                 self._run_settings = RunSettings(self.state)
 
-                # Loading comes last: everything that has a state is there to take it.
+                # The load comes last, when all parts with a state exist.
                 self.engine.run_event(Event.BEFORE_LOAD)
                 self._start = load_or_resume(self.state, load, self._savers, self.logger.destinations)
-                self._schedules.note_loaded()
+                self._schedules.record_loaded()
                 self.engine.run_event(Event.AFTER_LOAD)
                 parallel = copy_model(self.state, ddp_sync_strategy) if sharded is None else sharded
                 communicator = Communicator(dist.get_group(), counts=parallel.counts)
                 self._ranks = Ranks(parallel, communicator, self._share)
                 self._evaluation = EvaluationLoop(self.state, self.engine, self.logger, self._ranks)
                 seed_all(seed_of_rank(self.state.rank_zero_seed, parallel.data_rank))
+                given = compile_config or {}
                 if compile_config is not None:
-                    self.state.model.compile(**compile_config)
-                self._replays_graphs = checks.uses_cuda_graphs(compile_config)
+                    self.state.model.compile(**given)
+                self._replays_graphs = given.get("mode") in ("reduce-overhead", "max-autotune")
+                self._replays_graphs |= bool((given.get("options") or {}).get("triton.cudagraphs"))
                 self._run_settings.end_call()
             except BaseException:
                 self.engine.close()
@@ -339,7 +367,6 @@ class Trainer:
                     self.state.deepspeed.close()
                 raise
 
-    # ── training ─────────────────────────────────────────────────────────────────────────────────────────────────
     @checked_arguments
     @failing_together("training")
     def fit(
@@ -362,30 +389,29 @@ class Trainer:
     ) -> None:
         """Train until ``max_duration``, or for ``duration`` more.
 
-        What is not given is as in the call before, and as in the constructor at first: ``train_subset_num_batches`` of
-        one call holds in the next ones, too.
+        Arguments that are ``None`` keep the value of the previous call, or of the constructor.
 
-        Each call of ``fit`` in a run is known by its number. Where a resumed run calls ``fit`` again, the call ends
-        where it would have ended without the interruption: ``duration`` is not added twice, ``reset_time`` does not
-        reset twice, and a call that was finished does nothing. A call that raised is not finished: the next one
-        continues it, in the same process as in a resumed run.
+        The calls of ``fit`` in a run are numbered. When a resumed run repeats a call, the call ends at the same time as
+        without the interruption: ``duration`` is not added twice, ``reset_time`` does not reset twice, and a finished
+        call does nothing. After a call that raised, the next call continues it.
 
         Args:
-            duration: how much to train from here (an int counts epochs), in place of ``max_duration``.
+            duration: how long to train from now on (an int counts epochs), instead of ``max_duration``.
             reset_time: start counting from zero.
-            scale_schedule_ratio: scales ``duration`` or, without one, ``max_duration``, and Composer schedules.
-            eval_subset_num_batches, eval_interval: of ``eval_dataloader``, here or in the constructor; an
-                :class:`Evaluator` keeps what it has been given itself.
+            scale_schedule_ratio: factor for ``duration`` or, without ``duration``, for ``max_duration``, and for
+                Composer's schedules.
+            eval_subset_num_batches, eval_interval: defaults of the evaluators, from here or from the constructor. An
+                :class:`Evaluator` keeps its own values.
             train_dataloader, train_dataloader_label, train_subset_num_batches, spin_dataloaders, schedulers,
-                step_schedulers_every_batch, eval_dataloader, device_train_microbatch_size, precision: see the
+                step_schedulers_every_batch, eval_dataloader, device_train_microbatch_size, precision: as in the
                 constructor.
 
         Raises:
-            ConfigError: there is nothing to train on, or no end, or the end is behind.
-            Exception: whatever the model, an algorithm or a callback raises.
+            ConfigError: there is no training data or no ``max_duration``, or ``max_duration`` has been reached.
+            Exception: raised by the model, an algorithm or a callback.
         """
         given = locals()
-        self._end_call_before()
+        self._end_previous_call()
         self._settings = self._settings.replaced(given)
         state = self.state
         if train_dataloader is not None:
@@ -402,7 +428,6 @@ class Trainer:
             state.device_train_microbatch_size, state.auto_microbatching = size, auto
         if precision is not None and (new := ensure_precision(precision, state.device)) is not state.precision:
             self._set_precision(new)
-        build.check_zero(state, self._train_spec)
 
         self._schedules.give(schedulers, scale_schedule_ratio)
         calls = self._calls
@@ -419,12 +444,13 @@ class Trainer:
         begun_before = calls.has_begun
         changes = self._run_settings.restore() if begun_before else []
         calls.begin(reset_time=reset_time)
+        ratio, are_given = self._settings.scale_schedule_ratio, schedulers is not None
         if begun_before:
-            self._begin_schedules(schedulers, begun_before=True)
+            self._schedules.begin(ratio, begun_before=True, are_given=are_given)
         if state.training_is_over and state.interruption.evaluation is None and not calls.only_ends:
             if self._start.resumed or (begun_before and not calls.is_retried):
-                messages.tell_result(state, self._savers, {}, trained=False)
-                calls.note_start()
+                messages.log_result(state, self._savers, {}, trained=False)
+                calls.record_start()
                 calls.finish()
                 self._may_lack_end = True
                 return
@@ -434,36 +460,37 @@ class Trainer:
                 "reset_time=True."
             )
         if not begun_before:
-            self._begin_schedules(schedulers, begun_before=False)
+            self._schedules.begin(ratio, begun_before=False, are_given=are_given)
 
-        checks.check_plateau(state)
+        self._schedules.check_plateau()
         self._use_train_data(self._train_spec)
-        if not self._has_told_start:
-            messages.tell_start(state, self._savers, self.logger.destinations, autoresume=self._autoresume)
-            self._has_told_start = True
+        if not self._start_logged:
+            messages.log_start(state, self._savers, self.logger.destinations, autoresume=self._autoresume)
+            self._start_logged = True
         record_samples(state)
         if begun_before:
             changes += changed_run(state, seed=self._given_seed)
         warn_of_changes(state, [*self._start.changes, *changes])
         self._start, state.resumed.metadata = self._start._replace(changes=[]), {}
         loop = self._loop(self._train_spec)
-        calls.note_start()
+        calls.record_start()
         try:
             self._run(loop)
         except BaseException:
             calls.fail(begun_before=begun_before, reset_time=reset_time)
             raise
         calls.finish()
-        messages.tell_result(state, self._savers, state.total_loss_dict, trained=True)
+        messages.log_result(state, self._savers, state.total_loss_dict, trained=True)
 
     @property
     def result(self) -> str:
-        """Summary of training on a line, as ``fit`` prints it at its end: duration, last values, last checkpoint."""
+        """One-line summary of the run, as logged at the end of ``fit``: progress, last values, last checkpoint."""
         losses = self.state.total_loss_dict
         return messages.result(self.state, self._savers, losses, trained=bool(losses))
 
     def _loop(self, spec: DataSpec) -> Loop:
-        """The loop of this call of ``fit``, on the data ``spec``."""
+        """Return the loop of this call of ``fit``, on the data ``spec``."""
+        every_batch = self._settings.step_schedulers_every_batch
         step = TrainStep(
             self.state,
             self.engine,
@@ -477,16 +504,17 @@ class Trainer:
             engine=self.engine,
             logger=self.logger,
             spec=spec,
-            position=self._place_in(spec),
+            position=self._position_in(spec),
             step=step,
             evaluation=self._evaluation,
             subset_num_batches=self._settings.train_subset_num_batches,
-            step_schedulers_every_batch=self._schedulers_step_every_batch(),
+            step_schedulers_every_batch=self._schedules.step_every_batch() if every_batch is None else every_batch,
             spin_dataloaders=self._settings.spin_dataloaders,
             ranks=self._ranks,
         )
 
     def _run(self, loop: Loop) -> None:
+        """Run the loop. If the loop raises, the savers with ``on_exception`` save."""
         try:
             with build.bars_stopped_by_errors(self.logger):
                 run(loop)
@@ -495,14 +523,14 @@ class Trainer:
                 for saver in self._savers:
                     if saver.options.on_exception:
                         saver.manager.save_after_exception(e)
-            self._ranks.parallel.give_up()
+            self._ranks.parallel.disconnect()
             raise
         finally:
             self.state.interruption.unwatch()
             self._run_settings.end_call()
 
-    def _end_call_before(self) -> None:
-        """Run the end of the call before, where the interrupted run had not come to it: this call begins after that."""
+    def _end_previous_call(self) -> None:
+        """Run the epoch's end of the previous call of ``fit``, if the interrupted run had not reached that end."""
         spec = self._train_spec
         if self._may_lack_end and spec is not None:
             self._use_train_data(spec)
@@ -510,10 +538,10 @@ class Trainer:
                 self._run(self._loop(spec))
         self._may_lack_end = False
 
-    def _place_in(self, spec: DataSpec) -> DataPosition:
-        """The position in the training data: that of the last ``fit`` on it, of the checkpoint, or its start."""
+    def _position_in(self, spec: DataSpec) -> DataPosition:
+        """Return the position in the training data: of the last ``fit``, of the checkpoint, or the start."""
         state = self.state
-        loaded = state.dataset_state.get("train") is not None  # since the last fit: by this trainer, or into its state
+        loaded = state.dataset_state.get("train") is not None  # a load since the last fit
         if self._position is None or loaded:
             self._forget_position()
             self._position = position_in(
@@ -527,17 +555,16 @@ class Trainer:
             state.data_position = self._position
         return self._position
 
-    # ── evaluation, prediction ───────────────────────────────────────────────────────────────────────────────────
     @failing_together("evaluation")
     def eval(self, eval_dataloader: EvalLoader | None = None, subset_num_batches: int = -1) -> None:
-        """Evaluate now, on ``eval_dataloader`` or on the constructor's. Values are in ``state.eval_metric_values``.
+        """Evaluate the model. The values of the metrics are in ``state.eval_metric_values``.
 
         Args:
-            eval_dataloader: loaders or evaluators; ``None``: the constructor's.
-            subset_num_batches: batches of each; -1 for all.
+            eval_dataloader: loaders or evaluators; ``None``: those of the constructor.
+            subset_num_batches: batches of each evaluator; -1 for all.
 
         Raises:
-            ConfigError: there is nothing to evaluate on.
+            ConfigError: there is no evaluator.
         """
         subset = checks.check_subset(subset_num_batches, argument="subset_num_batches")
         evaluators = self.state.evaluators
@@ -549,7 +576,9 @@ class Trainer:
             if self._position is not None and self._position.is_in_epoch:
                 self._check_evaluators(evaluators)
         elif subset != -1:
-            evaluators = [build.limited(evaluator, subset) for evaluator in evaluators]
+            evaluators = [copy.copy(evaluator) for evaluator in evaluators]
+            for evaluator in evaluators:
+                evaluator.subset_num_batches = subset
         if not evaluators:
             raise ConfigError("there is no eval_dataloader: pass it to Trainer or to eval.")
         self.engine.run_event(Event.EVAL_STANDALONE_START)
@@ -559,17 +588,15 @@ class Trainer:
 
     @failing_together("prediction")
     def predict(self, dataloader: Loader, subset_num_batches: int = -1, *, return_outputs: bool = True) -> list[Any]:
-        """The model's outputs for each batch of ``dataloader``, on the CPU, in order.
-
-        With ``return_outputs=False`` the list is empty and memory bounded; callbacks see each in ``state.outputs``.
+        """Predict with the model.
 
         Args:
             dataloader: a loader or a ``DataSpec``.
-            subset_num_batches: batches; -1 for all.
-            return_outputs: ``False`` keeps no outputs: callbacks see them in ``state.outputs``.
+            subset_num_batches: number of batches; -1 for all.
+            return_outputs: ``False`` keeps no outputs, so memory is bounded: callbacks read ``state.outputs``.
 
         Returns:
-            One item for each batch; empty if ``return_outputs`` is false.
+            Output for each batch, on the CPU, in order; empty if ``return_outputs`` is false.
         """
         subset = checks.check_subset(subset_num_batches, argument="subset_num_batches")
         spec = ensure_data_spec(dataloader)
@@ -578,18 +605,17 @@ class Trainer:
         with build.bars_stopped_by_errors(self.logger):
             return self._evaluation.predict(spec, subset_num_batches=subset, return_outputs=return_outputs)
 
-    # ── checkpoints ──────────────────────────────────────────────────────────────────────────────────────────────
     @property
     def saved_checkpoints(self) -> list[str]:
-        """Paths of the checkpoints that the first saver keeps, oldest first."""
+        """Paths of the checkpoints of the first saver, oldest first."""
         return [path for saver in self._savers[:1] for path in saver.saved_checkpoints]
 
     def save_checkpoint(self, name: str = "ep{epoch}-ba{batch}-rank{rank}", *, weights_only: bool = False) -> str:
-        """Save a checkpoint to the path ``name`` now, replacing what is there; the path.
+        """Save a checkpoint to the path ``name`` now. An existing file is replaced.
 
         Args:
             name: path, with format variables such as ``{epoch}``.
-            weights_only: save the model's weights only.
+            weights_only: save only the weights of the model.
 
         Returns:
             Path of the checkpoint.
@@ -599,14 +625,17 @@ class Trainer:
         return save_checkpoint(self.state, name, weights_only=weights_only)  # pyright: ignore[reportArgumentType]
 
     def save_checkpoint_to_save_folder(self) -> str:
-        """Save through the first saver now: its folder, names, ``latest`` and retention; the path.
+        """Save a checkpoint with the first saver now: to its folder, with its names, ``latest`` and retention.
+
+        Returns:
+            Path of the checkpoint.
 
         Raises:
             ConfigError: there is no saver.
         """
         if not self._savers:
             raise ConfigError("there is no save_folder: pass it to Trainer, or use save_checkpoint(name).")
-        leave_by()  # a grace period of a run before is over: this process has outlived it
+        leave_by()  # the grace period of an earlier preemption does not apply any more
         return self._savers[0].save(self.state)
 
     def export_for_inference(
@@ -617,7 +646,7 @@ class Trainer:
         sample_input: Any = None,
         transforms: Sequence[Callable[[torch.nn.Module], torch.nn.Module]] | None = None,
     ) -> None:
-        """Write the model to a file that serves it: :func:`composerlite.utils.export_with_logger`. Rank 0 does it.
+        """Export the model for inference on rank 0; see :func:`composerlite.utils.export_with_logger`.
 
         Args:
             save_format, save_path, save_object_store, sample_input, transforms: as in
@@ -636,14 +665,11 @@ class Trainer:
                 transforms=transforms,
             )
 
-    # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────
     def close(self) -> None:
-        """Close all callbacks and loggers. Safe to call twice.
-
-        With several ranks every rank calls it; the trainer that connected them releases the connection.
+        """Close all callbacks and loggers. May be called twice. With several ranks every rank calls this.
 
         Raises:
-            Exception: what one of them raised, after all were closed.
+            Exception: raised by a callback or logger, after all have been closed.
         """
         self._forget_position()
         try:
@@ -651,7 +677,7 @@ class Trainer:
                 self.engine.close()
                 self._ranks.parallel.close()
         finally:
-            self._ranks.parallel.give_up()
+            self._ranks.parallel.disconnect()
             self._membership.leave()
 
     def __enter__(self) -> Trainer:
@@ -660,10 +686,9 @@ class Trainer:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    # ── parts ────────────────────────────────────────────────────────────────────────────────────────────────────
     @property
     def _model(self) -> ComposerModel:
-        return cast("ComposerModel", self.state.model)  # checked when it was given; NoOpModel's only looks like one
+        return cast("ComposerModel", self.state.model)  # checked in __init__; NoOpModel only imitates a ComposerModel
 
     @property
     def _savers(self) -> list[CheckpointSaver]:
@@ -674,17 +699,17 @@ class Trainer:
     def _set_precision(self, precision: Precision) -> None:
         if self.state.deepspeed is not None:
             raise ConfigError(
-                f"precision={precision.value!r}: DeepSpeed has made the weights for {self.state.precision.value!r}. "
-                "Pass it to Trainer."
+                f"precision={precision.value!r}: DeepSpeed has converted the weights for "
+                f"{self.state.precision.value!r}. Pass precision to Trainer."
             )
         self.state.precision = precision
-        scales = precision is Precision.AMP_FP16 and not self.state.deepspeed_enabled  # it has a scaler of its own
+        scales = precision is Precision.AMP_FP16 and not self.state.deepspeed_enabled  # DeepSpeed has its own scaler
         self.state.scaler = torch.amp.GradScaler() if scales else None
 
     def _set_train_data(self, train_dataloader: Loader) -> None:
-        """Train on these from here on. Other data than before begin at their beginning, which begins an epoch.
+        """Set the training data. New data start at their first batch, with a new epoch.
 
-        What was loaded is the position in the data of the last call of ``fit`` that the checkpoint knows of.
+        A loaded position belongs to the data of the last call of ``fit`` before the checkpoint.
         """
         before, self._train_spec = self._train_spec, ensure_data_spec(train_dataloader)
         checks.check_data(self._train_spec, argument="train_dataloader")
@@ -704,7 +729,7 @@ class Trainer:
 
     @property
     def _share(self) -> Share:
-        """Return this rank's share of the data: ranks that share layers have the same."""
+        """This rank's share of the data. Ranks that split layers with each other have the same share."""
         state = self.state
         together = 1 if state.parallelism is None else state.parallelism.tensor_parallel_degree
         return Share(state.rank // together, state.world_size // together)
@@ -720,7 +745,7 @@ class Trainer:
         self._check_evaluators(self.state.evaluators)
 
     def _set_evaluators(self) -> None:
-        """Apply the settings of now to the evaluators that there are, where they have none of their own."""
+        """Apply changed defaults of ``fit`` to the existing evaluators."""
         built = {evaluator.label: evaluator for evaluator in self._built_evaluators()}
         for evaluator in self.state.evaluators:
             if (like := built.get(evaluator.label)) is not None:
@@ -746,21 +771,28 @@ class Trainer:
         for evaluator in state.evaluators:
             state.eval_metrics[evaluator.label] = build.eval_metrics(self._model, evaluator, state.device)
 
-    def _begin_schedules(self, given: Schedulers | None, *, begun_before: bool) -> None:
-        ratio = self._settings.scale_schedule_ratio
-        self._schedules.begin(ratio, begun_before=begun_before, are_given=given is not None)
-
-    def _schedulers_step_every_batch(self) -> bool:
-        if self._settings.step_schedulers_every_batch is not None:
-            return self._settings.step_schedulers_every_batch
-        return self._schedules.step_every_batch()
-
 
 def _plain(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that are plain values: what can be logged."""
+    """Return the arguments that are plain values and can be logged."""
     plain = (str, int, float, bool, Path, Time)
     return {
         name: value if isinstance(value, int | float) else without_secrets(str(value))
         for name, value in arguments.items()
         if isinstance(value, plain)
     }
+
+
+def _check_files(loggers: Iterable[LoggerDestination]) -> None:
+    """Check that each logger writes its own file. Call after ``INIT``.
+
+    Raises:
+        ConfigError: two loggers write the same file.
+    """
+    owners: dict[str, LoggerDestination] = {}
+    for logger in loggers:
+        other = logger if logger.place is None else owners.setdefault(logger.place, logger)
+        checks.require(
+            other is logger,
+            f"loggers: {type(other).__name__} and {type(logger).__name__} both write {logger.place!r}. Give each a "
+            "filename of its own.",
+        )

@@ -13,12 +13,11 @@ from composerlite.testing import run_ranks
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_activation_checkpointing_leaves_the_cache_of_keys_and_values_out(kind: str) -> None:
-    """A model with use_cache=True, the default of transformers, trains as one whose activations are kept; that the
-    cache is left out is said once, and the model's configuration, which is exported, stays."""
+    """A model with use_cache=True, the default of transformers, trains as one whose activations are kept, and
+    the model's configuration, which is exported, stays."""
     plain = run_ranks(hf_ranks.train_with_cache, 2, kind, {}, dist_timeout=None)
     again = run_ranks(hf_ranks.train_with_cache, 2, kind, {"activation_checkpointing": True}, dist_timeout=None)
-    assert [len(texts) for _, texts in (*plain, *again)] == [0, 0, 1, 0]
-    for (expected, _), (weights, _) in zip(plain, again, strict=True):
+    for expected, weights in zip(plain, again, strict=True):
         assert weights.keys() == expected.keys()
         for name, value in expected.items():
             np.testing.assert_allclose(weights[name], value, rtol=1e-4, atol=1e-6)

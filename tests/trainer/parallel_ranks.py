@@ -109,33 +109,6 @@ class Counting(Blocks):
         self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh()) for _ in range(2)])
 
 
-class Cached(nn.Module):
-    """A block that adds its keys to a cache, and looks at all that are there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, hidden: torch.Tensor, cache: list[torch.Tensor]) -> torch.Tensor:
-        cache.append(self.layer(hidden))
-        keys = torch.stack(cache)
-        return hidden + torch.softmax(keys * hidden, dim=0).mean(0)
-
-
-class Caching(Blocks):
-    """One with a cache of its own, new for each batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Cached(), Cached()])
-
-    def forward(self, batch: Any) -> torch.Tensor:
-        hidden, cache = self.up(batch[0]), list[torch.Tensor]()
-        for block in self.blocks:
-            hidden = block(hidden, cache)
-        return self.down(hidden)
-
-
 def train_counting(activation_checkpointing: bool) -> dict[str, torch.Tensor]:
     """Weights and buffers after two batches."""
     torch.manual_seed(3)
@@ -145,12 +118,6 @@ def train_counting(activation_checkpointing: bool) -> dict[str, torch.Tensor]:
         return {
             name: dist.shards.full_tensor(tensor).clone() for name, tensor in trainer.state.model.state_dict().items()
         }
-
-
-def train_caching() -> None:
-    """A model that cannot be trained so."""
-    with small(Caching(), parallelism_config={"fsdp": {"activation_checkpointing": True}}) as trainer:
-        trainer.fit()
 
 
 def train_all(world_size: int) -> dict[str, dict[str, Any]]:

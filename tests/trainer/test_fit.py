@@ -529,10 +529,10 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"max_duration": "0.5dur"}, "max_duration='0.5dur'.*Use another unit"),
     ({"algorithms": 5}, "algorithms: 5 is not of type Algorithm"),
     ({"algorithms": [Events()]}, "algorithms: .*Events.* is not of type Algorithm"),
-    ({"algorithm_passes": [5]}, "algorithm_passes: 5 is not a function"),
+    ({"algorithm_passes": [5]}, r"algorithm_passes=\[5\]: expected functions"),
     ({"optimizers": torch.optim.SGD}, "optimizers: .*the class instead of an object"),
     ({"optimizers": [foreign_optimizer(), foreign_optimizer()]}, "optimizers: 2 were given and one is supported"),
-    ({"optimizers": foreign_optimizer()}, "optimizers: none of the optimizer's parameters is the model's"),
+    ({"optimizers": foreign_optimizer()}, "optimizers: the optimizer has no parameter of the model"),
     ({"optimizers": torch.optim.LBFGS(nn.Linear(1, 1).parameters())}, "optimizers: LBFGS"),
     ({"schedulers": 5}, "schedulers: 5 is not of type LRScheduler or ComposerScheduler"),
     ({"schedulers": ExponentialLR}, "schedulers: .*the class instead of an object"),
@@ -552,7 +552,7 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"console_log_interval": "banana"}, "console_log_interval='banana'"),
     ({"load_path": "{typo}.pt"}, "{typo} is not a variable"),
     ({"load_ignore_keys": "state"}, "load_ignore_keys='state': expected a list of globs"),
-    ({"load_exclude_algorithms": "EMA"}, "load_exclude_algorithms='EMA': expected a list of names"),
+    ({"load_exclude_algorithms": [1]}, "load_exclude_algorithms: 1 is not of type str"),
     ({"save_folder": "/proc/nothing"}, "save_folder='/proc/nothing' cannot be written to"),
     ({"save_folder": "f", "save_filename": "{epok}.pt"}, "save_filename='{epok}.pt'.*Did you mean 'epoch'"),
     ({"save_folder": "f", "save_interval": "banana"}, "invalid time 'banana': expected <number><unit>"),
@@ -569,7 +569,6 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"deterministic_mode": "false"}, "deterministic_mode='false': expected True or False"),
     ({"python_log_level": "loud"}, "python_log_level='loud' does not exist"),
     ({"compile_config": True}, "compile_config=True: expected a dict"),
-    ({"compile_config": {"backnd": "eager"}}, "torch.compile has no 'backnd'. Did you mean 'backend'"),
 ]
 
 

@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
-from torch.utils.data import DataLoader
-from trainer_parts import At, Events, Net, Points, Seen, Streamed, build, loader, optimizer_state, same, weights
+from trainer_parts import At, Events, Net, Seen, Streamed, build, loader, optimizer_state, same, weights
 
-from composerlite import Callback, DataSpec, Evaluator, Event, Logger, State, Time, Timestamp
+from composerlite import Callback, DataSpec, Evaluator, Event, Logger, State, Time
 from composerlite.core import seed_all
 from composerlite.errors import ConfigError
 from composerlite.loggers import InMemoryLogger
@@ -254,15 +253,6 @@ def test_stop_training_ends_it_after_the_batch() -> None:
     assert events.events[-2:] == [Event.BATCH_CHECKPOINT, Event.FIT_END]
 
 
-def test_stop_training_at_the_end_of_an_epoch() -> None:
-    """A callback that has seen enough when an epoch ends: no further batch is loaded."""
-    seen, events = Seen(), Events()
-    with build(callbacks=[seen, events, At(Event.EPOCH_END, State.stop_training)]) as trainer:
-        trainer.fit()
-    assert len(seen.steps) == 5
-    assert Counter(events.events)[Event.EPOCH_CHECKPOINT] == 1
-
-
 class Once:
     """Batches that can be iterated once only, as a generator."""
 
@@ -350,27 +340,19 @@ def rates(scheduler: Any, **arguments: Any) -> list[float]:
     return [round(rate, 6) for rate in seen.rates]
 
 
-def test_composer_schedulers_step_every_batch() -> None:
-    """Batch n of ten is trained with the rate for n batches done: the first with the whole, the last with a tenth."""
-    assert rates(LinearScheduler()) == [1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]
-
-
-def test_composer_schedulers_step_every_epoch_if_asked_to() -> None:
-    """The rate stays within an epoch, and the second epoch has that of its beginning."""
-    assert rates(LinearScheduler(), step_schedulers_every_batch=False) == [1.0] * 5 + [0.5] * 5
-    no_length: dict[str, Any] = {"train_dataloader": Streamed(), "step_schedulers_every_batch": False}
-    assert rates(LinearScheduler(), **no_length) == [1.0] * 5 + [0.5] * 5
-
-
-def test_torch_schedulers_step_every_epoch() -> None:
-    """As their own documentation does it."""
-    assert rates(lambda optimizer: StepLR(optimizer, 1, 0.5)) == [1.0] * 5 + [0.5] * 5
-
-
-def test_torch_schedulers_step_every_batch_if_asked_to() -> None:
-    """``step_schedulers_every_batch=True``, for schedules whose steps are batches."""
-    of_batches = rates(lambda optimizer: StepLR(optimizer, 4, 0.5), step_schedulers_every_batch=True)
-    assert of_batches == [1.0] * 4 + [0.5] * 4 + [0.25] * 2
+@pytest.mark.parametrize(
+    ("make", "every_batch", "data", "expected"),
+    [
+        (LinearScheduler(), None, loader, [1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]),
+        (LinearScheduler(), False, loader, [1.0] * 5 + [0.5] * 5),
+        (LinearScheduler(), False, Streamed, [1.0] * 5 + [0.5] * 5),
+        (lambda optimizer: StepLR(optimizer, 1, 0.5), None, loader, [1.0] * 5 + [0.5] * 5),
+        (lambda optimizer: StepLR(optimizer, 4, 0.5), True, loader, [1.0] * 4 + [0.5] * 4 + [0.25] * 2),
+    ],
+)
+def test_schedulers_step_each_batch_or_epoch(make: Any, every_batch: bool | None, data: Any, expected: Any) -> None:
+    """Composer's step each batch and torch's each epoch, unless told otherwise."""
+    assert rates(make, step_schedulers_every_batch=every_batch, train_dataloader=data()) == expected
 
 
 class Losses(Net):
@@ -510,29 +492,3 @@ def test_training_can_go_on_after_an_exception() -> None:
     with build(callbacks=whole) as trainer:
         trainer.fit()
     assert seen.numbers == whole.numbers
-
-
-def test_a_fresh_state_stands_at_zero() -> None:
-    """Building a trainer trains on nothing and draws no batch."""
-    with build(train_dataloader=DataLoader(Points(), batch_size=4)) as trainer:
-        assert trainer.state.timestamp == Timestamp()
-        assert trainer.state.batch is None
-
-
-class CountsZeroing(torch.optim.SGD):
-    """Zeroes gradients in its own way."""
-
-    zeroed = 0
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.zeroed += 1
-        super().zero_grad(set_to_none)
-
-
-def test_an_optimizer_that_zeroes_gradients_in_its_own_way_is_asked() -> None:
-    """``zero_grad`` of a user's class is called once per batch; torch's own is done without the call."""
-    model = Net()
-    optimizer = CountsZeroing(model.parameters(), lr=0.1)
-    with build(model=model, optimizers=optimizer, max_duration="3ba") as trainer:
-        trainer.fit()
-    assert optimizer.zeroed == 3

@@ -40,7 +40,7 @@ def test_a_parameter_beside_the_model_is_refused_before_training(tmp_path: Path)
     temperature = nn.Parameter(torch.ones(2, 3))
     optimizer.add_param_group({"params": [temperature], "lr": 0.5})
     with pytest.raises(
-        ConfigError, match=r"not the model's.*parameter 0 of group 1, of the shape \(2, 3\).*model\.name ="
+        ConfigError, match=r"not in the model.*parameter 0 of group 1, of the shape \(2, 3\).*model\.name ="
     ):
         new_trainer(tmp_path, model, optimizer)
     temperature.requires_grad_(False)

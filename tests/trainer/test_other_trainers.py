@@ -111,7 +111,7 @@ def test_a_callback_with_a_method_of_another_trainer_is_refused(method: str, her
     kind = type("Mine", (Callback,), {method: lambda self, *arguments: None})
     with pytest.raises(ConfigError) as error:
         build(callbacks=[kind()])
-    assert first_line(error) == f"Mine has a method {method!r}, which nothing calls: here it is {here}."
+    assert first_line(error) == f"Mine has a method {method!r}, which is never called: here it is {here}."
 
 
 def test_a_callback_may_be_for_two_trainers() -> None:
@@ -160,7 +160,7 @@ class LossOf(Net):
         ),
         (
             lambda loss: loss.mean().detach(),
-            "model.loss returned a tensor that has no gradient: nothing can be learned from it. Look in forward and "
+            "model.loss returned a tensor that has no gradient, so nothing can be trained. Look in forward and "
             "loss for detach(), item(), argmax() or torch.no_grad(), and for parameters that all have "
             "requires_grad=False.",
         ),
@@ -211,7 +211,7 @@ def empty() -> DataLoader[Any]:
 
 def test_an_empty_data_set_is_told_before_training() -> None:
     """For training and for evaluation."""
-    message = "the data set Points is empty: its length is 0. Check the path and the filter that it is made with."
+    message = "the dataset Points is empty: its length is 0. Check path and filter."
     with pytest.raises(ConfigError) as error:
         build(train_dataloader=empty())
     assert first_line(error) == f"train_dataloader: {message}"
@@ -225,7 +225,7 @@ def test_a_batch_size_that_leaves_no_batch_is_told_before_training() -> None:
     with pytest.raises(ConfigError) as error:
         build(train_dataloader=loader(3, batch_size=4, drop_last=True))
     assert first_line(error) == (
-        "train_dataloader: 3 samples make no batch of 4, and drop_last=True leaves out smaller ones. Pass a smaller "
+        "train_dataloader: 3 samples make no batch of 4, and drop_last=True leaves out smaller batches. Pass a smaller "
         "batch_size, or drop_last=False."
     )
 
@@ -338,7 +338,7 @@ def test_reduce_lr_on_plateau_without_evaluation_is_told_before_training() -> No
         with pytest.raises(ConfigError) as error:
             trainer.fit()
         assert first_line(error) == (
-            "schedulers: ReduceLROnPlateau follows the loss of the first evaluator, and there is none. Pass "
+            "schedulers: ReduceLROnPlateau follows the loss of the first evaluator, and there is no evaluator. Pass "
             "eval_dataloader."
         )
 
@@ -401,7 +401,7 @@ def test_a_state_that_would_be_saved_and_not_restored_is_an_error(arguments: dic
         ({"console_log_interval": lambda: True}, "console_log_interval=.*expected a function"),
         ({"train_dataloader": DataLoader}, "dataloader=DataLoader is a class, not a data loader"),
         ({"eval_dataloader": DataLoader}, "dataloader=DataLoader is a class, not a data loader"),
-        ({"run_name": "nul\0"}, r"run_name='nul\\x00' has a null character in it"),
+        ({"run_name": "nul\0"}, r"run_name='nul\\x00' has a null character"),
         ({"save_latest_filename": "ep1-ba7-rank0.pt"}, "save_latest_filename='ep1-ba7-rank0.pt' is a name that"),
         ({"save_latest_filename": "ep7-ba7-rank{rank}.pt"}, "save_latest_filename='ep7-ba7-rank{rank}.pt' is a name"),
         ({"save_latest_filename": "newest", "save_filename": "{run_name}"}, None),

@@ -15,7 +15,7 @@ from trainer_parts import At
 from composerlite import Event, Trainer
 from composerlite.errors import ConfigError, RankError
 from composerlite.testing import run_ranks, run_ranks_to_the_end
-from composerlite.trainer.ranks.parallel import bundled
+from composerlite.trainer.ranks.parallel import _bundles  # pyright: ignore[reportPrivateUsage]
 from composerlite.utils import FSDPConfig, ParallelismConfig, TPConfig
 
 
@@ -105,12 +105,6 @@ def test_activation_checkpointing_counts_each_batch_once() -> None:
         torch.testing.assert_close(again[name], value, msg=name)
 
 
-def test_a_cache_that_activation_checkpointing_would_fill_twice_is_named() -> None:
-    """A block with a cache of its own cannot be computed again: the error says so, and how to go on."""
-    for outcome in run_ranks_to_the_end(parallel_ranks.train_caching, 2, dist_timeout=20.0):
-        assert "such as a cache of keys and values" in f"{outcome.error} {getattr(outcome.error, '__cause__', None)}"
-
-
 @pytest.mark.parametrize("where", ["data", "after_forward", "batch_end"])
 def test_an_exception_on_one_rank_is_raised_on_all(where: str) -> None:
     """Whether it loads data, or the others are in their backward pass or at the end of a batch: they raise what the
@@ -172,7 +166,7 @@ def test_small_buffers_travel_together() -> None:
     model = nn.ModuleList(nn.BatchNorm1d(64) for _ in range(40))
     buffers = list(model.buffers())
     large, spread = torch.ones(3 << 20), torch.ones(4, 4).T
-    bundles = bundled([*buffers, large, spread])
+    bundles = _bundles([*buffers, large, spread])
     assert len(buffers) == 120
     assert [len(bundle) for bundle in bundles] == [80, 40, 1, 1]
     assert {id(tensor) for bundle in bundles for tensor in bundle} == {id(one) for one in [*buffers, large, spread]}

@@ -1,8 +1,7 @@
 """Training with DeepSpeed's ZeRO: optimizer state, gradients and, in stage 3, weights are sharded over the ranks.
 
-DeepSpeed's engine owns the backward pass and the optimizer's step; all else stays with the trainer. What the engine
-would write to files and read from them goes through a :class:`_Shelf`, so that its checkpoints are written, verified
-and read as all others are.
+DeepSpeed's engine runs the backward pass and the optimizer's step. The engine saves and loads "files" in memory (see
+:class:`_MemoryFiles`), so that checkpoints are written, verified and read like all other checkpoints.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from composerlite.trainer.ranks.parallel import (
     saved_buffers,
     send_tensors,
 )
-from composerlite.trainer.ranks.zero_config import check_algorithms, engine_config
+from composerlite.trainer.ranks.zero_config import engine_config
 from composerlite.types import StateDict
 
 __all__ = ["ZeRO"]
@@ -52,22 +51,22 @@ log = logging.getLogger(__name__)
 _TAG: Final = "deepspeed"
 _SHORT = {Precision.AMP_BF16: torch.bfloat16, Precision.AMP_FP16: torch.float16}
 _FOR_CONVERSION = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}
-"""What DeepSpeed's conversion of checkpoints for other numbers of ranks looks for."""
+"""Required by DeepSpeed's conversion of checkpoints for another number of ranks."""
 
 
 @final
 class ZeRO(Parallel):
-    """DeepSpeed's engine around the model of ``state``, which it changes in place.
+    """DeepSpeed's engine around the model of ``state``. Changes the model in place.
 
-    All ranks begin with the parameters and buffers of rank 0, and after each batch they get its buffers.
+    All ranks start with the parameters and buffers of rank 0, and get its buffers after each batch.
 
     Args:
-        state: its model and optimizer.
-        config: of DeepSpeed, as :func:`~composerlite.trainer.ranks.zero_config.read_config` gave it.
-        batch_size: samples per batch and rank, if that is known.
+        state: state with the model and the optimizer.
+        config: result of :func:`~composerlite.trainer.ranks.zero_config.read_config`.
+        batch_size: samples per batch and rank; ``None`` if unknown.
 
     Raises:
-        ConfigError: DeepSpeed is not installed, or ``config`` contradicts the run.
+        ConfigError: DeepSpeed is not installed, or ``config`` contradicts the trainer's arguments.
     """
 
     passes_are_shared = True
@@ -77,7 +76,6 @@ class ZeRO(Parallel):
         self.data_rank, self.data_ranks = dist.get_global_rank(), dist.get_world_size()
         self._stage: int = config["zero_optimization"]["stage"]
         self.forward_is_shared = self._stage == 3
-        check_algorithms(state, self._stage)
         check_spreadable(state, "deepspeed_config")
         if state.world_size > 1:
             check_same_model(state.model)
@@ -85,7 +83,7 @@ class ZeRO(Parallel):
         send_tensors(itertools.chain(state.model.parameters(), state.model.buffers()))
         self._model, self._device = state.model, state.device
         self._deepspeed = _deepspeed(state.device)
-        # Its own copy would wait for half an hour for a rank that is late.
+        # DeepSpeed's default timeout is half an hour.
         groups: Any = importlib.import_module("deepspeed.utils.groups")
         groups._WORLD_GROUP = torch.distributed.new_group(timeout=dist.get_group().timeout)
         self._engine: Any = self._deepspeed.initialize(
@@ -97,8 +95,7 @@ class ZeRO(Parallel):
         if (short := _SHORT.get(state.precision)) is not None:
             state.model.forward = functools.partial(_in_short_format, state.model.forward, short, state.device.type)
 
-    # ── training ─────────────────────────────────────────────────────────────────────────────────────────────────
-    def trained(self, model: nn.Module) -> Callable[..., Any]:
+    def training_module(self, model: nn.Module) -> Callable[..., Any]:
         return self._engine
 
     def before_microbatch(self, *, last: bool) -> None:
@@ -113,10 +110,9 @@ class ZeRO(Parallel):
     def step(self) -> None:
         self._engine.step()
 
-    # ── checkpoints ──────────────────────────────────────────────────────────────────────────────────────────────
     @property
     def types(self) -> dict[str, type]:
-        """The classes that its files hold, by full name."""
+        """Classes in the engine's files, by full name."""
         found: dict[str, type] = {}
         for full in DEEPSPEED_TYPES:
             module, _, name = full.rpartition(".")
@@ -125,43 +121,46 @@ class ZeRO(Parallel):
         return found
 
     def saved(self) -> dict[str, StateDict]:
-        """Return the contents of this rank's files, by name. Tensors are those in use."""
-        shelf = _Shelf()
-        with tempfile.TemporaryDirectory(prefix="composerlite-") as folder, self._with(shelf):
-            # It writes scripts to the folder, and nothing else.
+        """Return the contents of this rank's files, by name. Tensors are live, not copied."""
+        with tempfile.TemporaryDirectory(prefix="composerlite-") as folder, self._files_in_memory({}) as files:
+            # The engine copies scripts into the folder, and nothing else.
             self._engine.save_checkpoint(folder, tag=_TAG, client_state=_FOR_CONVERSION, save_latest=False)
-        return {name: _plain(contents) for name, contents in shelf.files.items()}
+        return {name: _plain(contents) for name, contents in files.items()}
 
     def load_checkpoint(
         self, template: str, plan: RestorePlan, object_store: ObjectStore | None, *, trust: bool
     ) -> list[dict[str, Any]] | None:
-        """Restore the state that this engine trains: see :func:`load_archives`."""
+        """Restore the engine and the rest of the state; see :func:`load_archives`."""
         return load_archives(self, template, plan, object_store, trust=trust)
 
     def load(self, files: Mapping[str, StateDict], *, source: str) -> None:
-        """Restore the model and the optimizer from what this rank's files hold, by name.
+        """Restore the model and the optimizer from this rank's ``files``, by name.
 
         Raises:
-            IncompatibleCheckpointError: as :meth:`check_fits`.
+            IncompatibleCheckpointError: names or shapes of trained parameters differ.
         """
         self.check_fits(files[next(name for name in files if "model_states" in name)], source=source)
         with tempfile.TemporaryDirectory(prefix="composerlite-") as folder:
             self._load(Path(folder), files)
 
     def _load(self, folder: Path, files: Mapping[str, StateDict]) -> None:
-        """Let the engine load ``files``, whose names it looks up in ``folder``."""
+        """Load ``files`` into the engine, which looks for their names in ``folder``."""
         place = folder / _TAG
         place.mkdir(exist_ok=True)
         for name in files:
             (place / name).touch()
-        with self._with(_Shelf(files)):
+        with self._files_in_memory(files):
             self._engine.load_checkpoint(str(folder), tag=_TAG, load_lr_scheduler_states=False)
 
     def check_fits(self, model: StateDict, *, source: str) -> None:
-        """Compare names and shapes of what is trained, group by group, before anything is changed.
+        """Compare the parameters of a checkpoint with the trained parameters, group by group.
+
+        Args:
+            model: contents of a file of model states.
+            source: the checkpoint, for messages.
 
         Raises:
-            IncompatibleCheckpointError: they differ; all of it is in the message.
+            IncompatibleCheckpointError: names or shapes differ; lists all differences.
         """
         own: list[dict[str, Any]] = self._engine._get_zero_param_shapes()
         theirs: list[dict[str, Any]] = model.get("param_shapes") or []
@@ -172,14 +171,13 @@ class ZeRO(Parallel):
             problems += _differences({n: tuple(s) for n, s in mine.items()}, {n: tuple(s) for n, s in other.items()})
             if not problems and list(mine) != list(other):
                 problems.append("the same parameters in another order")
-        if problems:
-            raise _misfit(source, problems, "Build the model and the optimizer of that run.")
+        _raise_if(problems, source, "Build the model and the optimizer of that run.")
 
     def convert(self, folder: Path, *, source: str) -> None:
-        """Make a universal checkpoint of the files of all ranks in ``folder``. On one rank.
+        """Convert the files of all ranks in ``folder`` to DeepSpeed's universal checkpoint. Call on one rank.
 
         Raises:
-            IncompatibleCheckpointError: DeepSpeed cannot.
+            IncompatibleCheckpointError: DeepSpeed cannot convert the files.
         """
         conversion = importlib.import_module("deepspeed.checkpoint.ds_to_universal")
         arguments = SimpleNamespace(
@@ -191,19 +189,19 @@ class ZeRO(Parallel):
             strict=True,
             inject_missing_state=False,
         )
-        said = io.StringIO()
+        output = io.StringIO()
         try:
-            with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
                 conversion.main(arguments)
         except (AssertionError, KeyError, ValueError, TypeError, AttributeError, RuntimeError, IndexError) as e:
             raise IncompatibleCheckpointError(
-                f"{source} was saved by another number of ranks, and DeepSpeed cannot convert it: {e!r} (it converts "
-                "what Adam and AdamW keep). Load it with the number of ranks that saved it, or its weights alone: "
-                "load_weights_only=True."
+                f"{source} was saved by another number of ranks, and DeepSpeed cannot convert it: {e!r} (DeepSpeed "
+                "converts the state of Adam and AdamW). Use the number of ranks that saved the checkpoint, or load "
+                "the weights alone: load_weights_only=True."
             ) from e
 
     def load_converted(self, folder: Path, files: Mapping[str, StateDict], *, source: str) -> None:
-        """Restore trained weights and the optimizer from what :meth:`convert` made; ``files`` are model states."""
+        """Restore trained weights and the optimizer from the result of :meth:`convert`; ``files`` are model states."""
         config = self._engine._config
         before, config.load_universal_checkpoint = config.load_universal_checkpoint, True
         try:
@@ -213,11 +211,10 @@ class ZeRO(Parallel):
         log.debug("%s was converted and loaded", source)
 
     def load_weights(self, weights: Mapping[str, Tensor] | None, *, strict: bool, source: str) -> None:
-        """Set the tensors of the model, which rank 0 has, by name; the others give ``None``.
+        """Set the tensors of the model from the ``weights`` of rank 0, by name; other ranks pass ``None``.
 
         Raises:
-            IncompatibleCheckpointError: names differ and ``strict`` is true, or shapes differ; all of it is in the
-                message.
+            IncompatibleCheckpointError: names differ and ``strict`` is true, or shapes differ; lists all differences.
         """
         shapes = dist.get_group().broadcast(
             None if weights is None else {n: tuple(t.shape) for n, t in weights.items()}
@@ -227,8 +224,7 @@ class ZeRO(Parallel):
         buffers = dict(self._model.named_buffers())
         own = {n: tuple(getattr(t, "ds_shape", t.shape)) for n, t in self._model.state_dict(keep_vars=True).items()}
         problems = _differences(own, shapes, names=strict)
-        if problems:
-            raise _misfit(source, problems, "Build the model of that run, or pass load_strict_model_weights=False.")
+        _raise_if(problems, source, "Build the model of that run, or pass load_strict_model_weights=False.")
         for name, shape in shapes.items():
             target = parameters.get(name, buffers.get(name))
             if target is not None:
@@ -242,7 +238,7 @@ class ZeRO(Parallel):
 
     @torch.no_grad()
     def _set(self, target: Tensor, value: Tensor) -> None:
-        """Set a parameter or a buffer, and the number that the optimizer has of it, to the same value on every rank."""
+        """Set a parameter or a buffer on every rank, and the optimizer's fp32 copy of a parameter."""
         with self._deepspeed.zero.GatheredParameters([target], modifier_rank=0, enabled=hasattr(target, "ds_id")):
             if not hasattr(target, "ds_id") or dist.get_global_rank() == 0:
                 target.data.copy_(value)
@@ -252,79 +248,58 @@ class ZeRO(Parallel):
         if not hasattr(target, "ds_id"):
             utils.safe_set_full_fp32_param(target, value)
             return
-        ranks = dist.get_world_size()  # each has a piece of one size, and that of the last is filled up
+        ranks = dist.get_world_size()  # pieces of equal size; the last is padded
         pieces = nn.functional.pad(value.flatten(), (0, -value.numel() % ranks)).view(ranks, -1)
         utils.safe_set_local_fp32_param(target, pieces[dist.get_global_rank()])
 
     @contextlib.contextmanager
-    def _with(self, shelf: _Shelf) -> Generator[None]:
-        """Let the engine read and write its files in ``shelf`` within the block."""
-        before, self._engine.checkpoint_engine = self._engine.checkpoint_engine, shelf
+    def _files_in_memory(self, files: Mapping[str, StateDict]) -> Generator[dict[str, StateDict]]:
+        """Let the engine load ``files``, or save new files, in memory. Yields the files."""
+        base = importlib.import_module("deepspeed.runtime.checkpoint_engine.checkpoint_engine").CheckpointEngine
+        storage = type("MemoryFiles", (_MemoryFiles, base), {})()
+        storage.files = dict(files)
+        before, self._engine.checkpoint_engine = self._engine.checkpoint_engine, storage
         try:
-            yield
+            yield storage.files
         finally:
             self._engine.checkpoint_engine = before
 
     def close(self) -> None:
-        """Release the engine: what it has started must not outlive the process group."""
+        """Destroy the engine, whose threads must end before the process group."""
         self._finalizer()
         self._engine = None
 
 
-@final
-class _Shelf:
-    """Files of the engine, in memory instead of on disk: its "checkpoint engine".
+class _MemoryFiles:
+    """DeepSpeed's "checkpoint engine" with files in memory; mixed into DeepSpeed's base class.
 
     Attributes:
-        files: what each holds, by name.
+        files: contents by name.
     """
 
-    def __init__(self, files: Mapping[str, StateDict] | None = None) -> None:
-        self.name = "composerlite"
-        self.files: dict[str, StateDict] = dict(files or {})
+    files: dict[str, StateDict]
 
     def create(self, info: object) -> None:
-        """A checkpoint begins."""
+        """Called at the start of a checkpoint."""
 
     def save(self, state_dict: StateDict, path: str) -> None:
         """Keep the contents of the file ``path``."""
         self.files[Path(path).name] = state_dict
 
     def load(self, path: str | Path, map_location: object = None) -> StateDict:
-        """Return the contents of the file."""
+        """Return the contents of the file ``path``."""
         return self.files[Path(path).name]
 
     def commit(self, info: object) -> bool:
-        """The checkpoint is complete."""
+        """Called at the end of a checkpoint."""
         return True
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Do nothing: no file is written."""
 
-    def is_data_parallel_writer(self, dp_rank: int) -> bool:
-        """Rank 0 saves what all have."""
-        return dp_rank == 0
-
-    def is_decoupled(self) -> bool:
-        """Return true if it is written behind its back."""
-        return False
-
-    def preserves_storage_sharing(self) -> bool:
-        """Return true if views of one tensor stay that."""
-        return True
-
-    def set_commit_info(self, info: object) -> None:
-        """Accept the commit info of decoupled engines, which are not used."""
-
-    def get_commit_info(self) -> None:
-        """The same."""
-
-    def cleanup(self) -> None:
-        """Do nothing: there are no resources to release."""
-
 
 def _plain(value: Any) -> Any:
-    """``value`` with tensors that are nothing but tensors: DeepSpeed hangs things of its own on them."""
+    """Return ``value`` with detached tensors, without the attributes that DeepSpeed sets on tensors."""
     if isinstance(value, Tensor):
         return value.detach() if value.requires_grad or vars(value) else value
     if type(value) in (dict, OrderedDict):
@@ -339,13 +314,13 @@ def _release(engine: Any, model: nn.Module) -> None:
         engine.destroy()
         if groups._WORLD_GROUP is not None:
             torch.distributed.destroy_process_group(groups._WORLD_GROUP)
-    groups._WORLD_GROUP = None  # a copy, which would be taken for that of the next process group
+    groups._WORLD_GROUP = None  # else the next process group would use this copy
 
 
 def _differences(
     own: Mapping[str, tuple[int, ...]], theirs: Mapping[str, tuple[int, ...]], *, names: bool = True
 ) -> list[str]:
-    """List where the shapes ``theirs`` differ from ``own``, by name; with ``names`` both must have the same names."""
+    """List the differences between the shapes of the model and of a checkpoint; with ``names`` also missing names."""
     found: list[str] = []
     if names:
         found += [f"missing in the checkpoint: {name}" for name in own if name not in theirs]
@@ -357,14 +332,15 @@ def _differences(
     ]
 
 
-def _misfit(source: str, problems: list[str], way_out: str) -> IncompatibleCheckpointError:
-    return IncompatibleCheckpointError(f"{source} does not fit the model.\n  {chr(10).join(problems)}\n{way_out}")
+def _raise_if(problems: list[str], source: str, fix: str) -> None:
+    if problems:
+        raise IncompatibleCheckpointError(f"{source} does not fit the model.\n  {chr(10).join(problems)}\n{fix}")
 
 
 def _in_short_format(
     forward: Callable[..., Any], dtype: torch.dtype, device: str, *arguments: Any, **keywords: Any
 ) -> Any:
-    """Call ``forward`` as DeepSpeed's weights need it: floating point numbers in their format, and no autocast."""
+    """Call ``forward`` with floating point tensors of type ``dtype``, the type of DeepSpeed's weights, no autocast."""
     with torch.autocast(device, enabled=False):
         return forward(*_cast(arguments, dtype), **_cast(keywords, dtype))
 
@@ -383,15 +359,15 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _deepspeed(device: Device) -> ModuleType:
-    """DeepSpeed, connected to the process group that there is.
+    """Import DeepSpeed, and connect it to the existing process group.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: DeepSpeed cannot be imported.
     """
     if "deepspeed" not in sys.modules:
         os.environ.setdefault("DS_ACCELERATOR", device.type)
-    os.environ.setdefault("LOCAL_RANK", str(dist.get_local_rank()))  # what it looks for where nothing launched this
-    # torch gives new names to what DeepSpeed calls in every batch.
+    os.environ.setdefault("LOCAL_RANK", str(dist.get_local_rank()))  # DeepSpeed reads this also without a launcher
+    # DeepSpeed calls deprecated functions of torch in every batch.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+_tensor` is deprecated", FutureWarning)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -401,7 +377,7 @@ def _deepspeed(device: Device) -> ModuleType:
             raise ConfigError(
                 f"deepspeed_config: DeepSpeed cannot be imported ({e}): pip install 'composerlite[deepspeed]'"
             ) from e
-        # It would be compiled on every machine that trains on its CPU, to be faster than gloo within a node.
+        # Without this, DeepSpeed compiles a CPU extension at the first use.
         importlib.import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(dist_backend=device.dist_backend or "gloo", auto_mpi_discovery=False, verbose=False)
     return deepspeed

@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration by the user, checked against what the trainer knows already."""
+"""DeepSpeed's configuration: the user's keys, and the keys that follow from the trainer's arguments."""
 
 from __future__ import annotations
 
@@ -6,186 +6,146 @@ import copy
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from composerlite.algorithms import EMA, SWA, GradientClipping
 from composerlite.core import Precision, State
 from composerlite.errors import ConfigError
 
-__all__ = ["check_batches", "engine_config", "read_config"]
+__all__ = ["check_config", "engine_config", "read_config"]
 
-DeepSpeedConfig = Mapping[str, Any] | str | Path
 _STAGES = (1, 2, 3)
-_OWN_SECTIONS = {
-    "optimizer": "optimizers=…",
-    "scheduler": "schedulers=…",
-    "amp": "precision=…",
-    "torch_autocast": "precision=…",
+_ARGUMENTS = {
+    "optimizer": "optimizers",
+    "scheduler": "schedulers",
+    "amp": "precision",
+    "torch_autocast": "precision",
 }
-"""Sections of DeepSpeed's configuration for what the trainer has an argument of its own."""
-_OTHER_RANKS = {
-    "tensor_parallel": "autotp_size",
-    "sequence_parallel_size": "",
-    "pipeline": "",
-    "hybrid_engine": "enabled",
-}
-"""Sections that make ranks share something else than the state of the optimizer, gradients and weights."""
-_AUTO = "auto"
+"""Keys of DeepSpeed that the trainer has an argument for."""
 
 
-def read_config(value: DeepSpeedConfig | None) -> dict[str, Any] | None:
-    """DeepSpeed's configuration as a dict of one's own: ``value``, or what the JSON file of that name holds.
+def read_config(value: Mapping[str, Any] | str | Path) -> dict[str, Any]:
+    """Return a copy of DeepSpeed's configuration.
 
-    What does not depend on the rest of the run is checked.
+    Args:
+        value: configuration, or the path of a JSON file.
 
     Raises:
-        ConfigError: it cannot be read, or says what the trainer does not do with DeepSpeed.
+        ConfigError: the configuration cannot be read, has no ZeRO stage, or has a key that the trainer does not allow.
     """
-    if value is None:
-        return None
-    config = _read_file(Path(value)) if isinstance(value, str | Path) else value
-    if not isinstance(config, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ConfigError(f"deepspeed_config={value!r}: expected a dict, or the path of a JSON file that holds one.")
-    config = copy.deepcopy(dict(config))
-    zero = config.get("zero_optimization", {})
-    stage: Any = cast("dict[str, Any]", zero).get("stage") if isinstance(zero, Mapping) else None
+    given: Any = value
+    if isinstance(value, str | Path):
+        try:
+            given = json.loads(Path(value).read_text())
+        except FileNotFoundError as e:
+            raise ConfigError(f"deepspeed_config={str(value)!r}: no such file. Give a dict, or a JSON file.") from e
+        except (OSError, ValueError) as e:
+            raise ConfigError(f"deepspeed_config={str(value)!r} cannot be read as JSON: {e}") from e
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"deepspeed_config={value!r}: expected a dict, or the path of a JSON file with a dict.")
+    config: dict[str, Any] = copy.deepcopy(dict(given))  # pyright: ignore[reportUnknownArgumentType]
+    zero: Any = config.get("zero_optimization", {})
+    stage = zero.get("stage") if isinstance(zero, dict) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     if isinstance(stage, bool) or stage not in _STAGES:
         raise ConfigError(
-            f"deepspeed_config['zero_optimization']={zero!r}: expected {{'stage': 1}}, 2 or 3. Without ZeRO nothing of "
-            "the training is sharded over ranks: leave deepspeed_config out, and each rank has a replica."
+            f"deepspeed_config['zero_optimization']={zero!r}: expected {{'stage': 1}}, 2 or 3. Without ZeRO nothing is "
+            "sharded: leave deepspeed_config out to train a replica on each rank."
         )
-    for section, argument in _OWN_SECTIONS.items():
-        if config.get(section) not in (None, {}) and not _is_off(config[section]):
+    for key, argument in _ARGUMENTS.items():
+        section: Any = config.pop(key, None)
+        if section and not (isinstance(section, dict) and section.get("enabled") is False):  # pyright: ignore[reportUnknownMemberType]
             raise ConfigError(
-                f"deepspeed_config[{section!r}]={config[section]!r} contradicts the trainer's own: leave it out, and "
-                f"pass {argument} to the Trainer."
+                f"deepspeed_config[{key!r}]={section!r} contradicts the trainer's argument: leave this key out, and "
+                f"pass {argument}=… to the Trainer."
             )
-        config.pop(section, None)
-    for section, key in _OTHER_RANKS.items():
-        given: Any = config.get(section)
-        given = given.get(key) if key and isinstance(given, Mapping) else given  # pyright: ignore[reportUnknownVariableType]
-        if given and given != 1:
+    for key in ("offload_optimizer", "offload_param"):
+        target: Any = zero.get(key)  # pyright: ignore[reportUnknownMemberType]
+        if isinstance(target, dict) and target.get("device") == "nvme":  # pyright: ignore[reportUnknownMemberType]
             raise ConfigError(
-                f"deepspeed_config[{section!r}]={config[section]!r}: the trainer uses DeepSpeed for ZeRO only."
-            )
-    for part in ("offload_optimizer", "offload_param"):
-        target: Any = zero.get(part)
-        if isinstance(target, Mapping) and target.get("device") == "nvme":  # pyright: ignore[reportUnknownMemberType]
-            raise ConfigError(
-                f"deepspeed_config['zero_optimization'][{part!r}]={target!r}: what is on another disk does not get "
-                "into checkpoints. Use {'device': 'cpu'}."
+                f"deepspeed_config['zero_optimization'][{key!r}]={target!r}: checkpoints do not include values on "
+                "another disk. Use {'device': 'cpu'}."
             )
     return config
 
 
 def engine_config(given: Mapping[str, Any], state: State, batch_size: int | None) -> dict[str, Any]:
-    """Return the configuration of DeepSpeed's engine: ``given``, with all that follows from the run.
+    """Return the complete configuration of DeepSpeed's engine.
 
     Args:
-        given: as :func:`read_config` gave it.
-        state: of the run.
-        batch_size: samples per batch and rank, if that is known.
+        given: result of :func:`read_config`.
+        state: training state.
+        batch_size: samples per batch and rank; ``None`` if unknown.
 
     Raises:
-        ConfigError: it contradicts the run.
+        ConfigError: ``given`` contradicts the trainer's arguments.
     """
-    check_batches(given, state, batch_size)
+    check_config(given, state, batch_size)
     config = copy.deepcopy(dict(given))
-    micro, pieces = _batches(state, batch_size)
-    for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
-        config.pop(name, None)
-    config.update(train_micro_batch_size_per_gpu=micro or 1, gradient_accumulation_steps=pieces or 2)
-    for section, its in (("fp16", Precision.AMP_FP16), ("bf16", Precision.AMP_BF16)):
-        config[section] = {**_section(config, section), "enabled": state.precision is its}
-    config["gradient_clipping"] = _clipping(config, state)
+    config.pop("train_batch_size", None)
+    derived = _derived(state, batch_size)
+    config["train_micro_batch_size_per_gpu"] = derived["train_micro_batch_size_per_gpu"][0] or 1
+    config["gradient_accumulation_steps"] = derived["gradient_accumulation_steps"][0] or 2
+    for section in ("bf16", "fp16"):
+        config[section] = {**(config.get(section) or {}), "enabled": derived[f"{section}.enabled"][0]}
+    clipping = derived["gradient_clipping"][0]
+    if clipping is None and config.get("gradient_clipping") in (None, "auto"):
+        clipping = 0.0
+    if clipping is not None:
+        config["gradient_clipping"] = clipping
     config.setdefault("zero_allow_untested_optimizer", True)
     config.setdefault("zero_force_ds_cpu_optimizer", False)
     config.setdefault("steps_per_print", None)
     return config
 
 
-def check_batches(given: Mapping[str, Any], state: State, batch_size: int | None) -> None:
-    """See that numbers of samples in ``given`` are those of the loader and of its microbatches.
+def check_config(given: Mapping[str, Any], state: State, batch_size: int | None) -> None:
+    """Compare ``given`` with the values that follow from the trainer's arguments.
+
+    Args:
+        given: result of :func:`read_config`.
+        state: training state.
+        batch_size: samples per batch and rank; ``None`` if unknown.
 
     Raises:
-        ConfigError: one is another. Both are in the message.
+        ConfigError: a value differs, or an algorithm does not work with DeepSpeed.
     """
-    micro, pieces = _batches(state, batch_size)
-    known = {
-        "train_micro_batch_size_per_gpu": (micro, "device_train_microbatch_size, or else the loader's batch_size"),
+    for algorithm in state.algorithms:
+        if isinstance(algorithm, GradientClipping) and algorithm.clipping_type != "norm":
+            raise ConfigError(f"{algorithm!r}: with DeepSpeed gradients are clipped by their norm: use 'norm'.")
+        if given["zero_optimization"]["stage"] == 3 and isinstance(algorithm, EMA | SWA):
+            raise ConfigError(
+                f"{algorithm!r} averages weights, and with DeepSpeed's ZeRO stage 3 no rank has all weights: use stage "
+                "1 or 2."
+            )
+    for key, (value, source) in _derived(state, batch_size).items():
+        section, _, name = key.rpartition(".")
+        own = ((given.get(section) or {}) if section else given).get(name)
+        if own not in (None, "auto") and value is not None and own != value:
+            raise ConfigError(
+                f"deepspeed_config: {key}={own!r} contradicts {value!r}, which follows from {source}. Leave {key} out."
+            )
+
+
+def _derived(state: State, batch_size: int | None) -> dict[str, tuple[Any, str]]:
+    """Return the values that follow from the trainer's arguments, by DeepSpeed's key, each with the arguments' names.
+
+    A value is ``None`` if unknown.
+    """
+    micro = state.device_train_microbatch_size
+    pieces = 1 if micro is None else None
+    if batch_size is not None:
+        micro = batch_size if micro is None else min(micro, batch_size)
+        pieces = -(-batch_size // micro)
+    clipping = [a.clipping_threshold for a in state.algorithms if isinstance(a, GradientClipping)]
+    precision = f"precision={state.precision.value!r}"
+    return {
+        "train_micro_batch_size_per_gpu": (micro, "device_train_microbatch_size or the loader's batch_size"),
         "gradient_accumulation_steps": (pieces, "the loader's batch_size / device_train_microbatch_size"),
         "train_batch_size": (
             None if batch_size is None else batch_size * state.world_size,
             f"the loader's batch_size × {state.world_size} ranks",
         ),
+        "gradient_clipping": (float(clipping[-1]) if clipping else None, "GradientClipping"),
+        "bf16.enabled": (state.precision is Precision.AMP_BF16, precision),
+        "fp16.enabled": (state.precision is Precision.AMP_FP16, precision),
     }
-    for name, (value, source) in known.items():
-        said = given.get(name)
-        if said is not None and said != _AUTO and value is not None and said != value:
-            raise ConfigError(
-                f"deepspeed_config[{name!r}]={said!r} contradicts {value}, which is {source}. Leave it out: it follows "
-                "from those."
-            )
-    for section, its in (("fp16", Precision.AMP_FP16), ("bf16", Precision.AMP_BF16)):
-        said = _section(given, section).get("enabled", _AUTO)
-        if said != _AUTO and bool(said) is not (state.precision is its):
-            raise ConfigError(
-                f"deepspeed_config[{section!r}]['enabled']={said!r} contradicts precision={state.precision.value!r}. "
-                f"Leave it out: it follows from that. {section} is precision={its.value!r}."
-            )
-
-
-def _batches(state: State, batch_size: int | None) -> tuple[int | None, int | None]:
-    """Samples per forward pass, and forward passes per batch, as far as they are known."""
-    micro = state.device_train_microbatch_size
-    if batch_size is None:
-        return micro, 1 if micro is None else None
-    micro = batch_size if micro is None else min(micro, batch_size)
-    return micro, -(-batch_size // micro)
-
-
-def _clipping(given: Mapping[str, Any], state: State) -> float:
-    """The norm that the engine clips gradients to; 0 for none. Nobody else sees them whole."""
-    said = given.get("gradient_clipping")
-    said = None if said == _AUTO else said
-    ours = [algorithm for algorithm in state.algorithms if isinstance(algorithm, GradientClipping)]
-    for clipping in ours:
-        if clipping.clipping_type != "norm":
-            raise ConfigError(f"{clipping!r}: with DeepSpeed gradients are clipped by their norm: use 'norm'.")
-        if said is not None and said != clipping.clipping_threshold:
-            raise ConfigError(
-                f"deepspeed_config['gradient_clipping']={said!r} contradicts {clipping!r}: give one of the two."
-            )
-        said = clipping.clipping_threshold
-    return 0.0 if said is None else float(said)
-
-
-def check_algorithms(state: State, stage: int) -> None:
-    """See that the algorithms find what they work on.
-
-    Raises:
-        ConfigError: one averages weights, of which stage 3 leaves no rank the whole.
-    """
-    for algorithm in state.algorithms:
-        if stage == 3 and isinstance(algorithm, EMA | SWA):
-            raise ConfigError(
-                f"{algorithm!r} averages weights, and with DeepSpeed's ZeRO stage 3 no rank has them: use stage 1 or 2."
-            )
-
-
-def _section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    section = config.get(name)
-    return dict(section) if isinstance(section, Mapping) else {}
-
-
-def _is_off(section: Any) -> bool:
-    return isinstance(section, Mapping) and section.get("enabled") is False  # pyright: ignore[reportUnknownMemberType]
-
-
-def _read_file(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text())
-    except FileNotFoundError as e:
-        raise ConfigError(f"deepspeed_config={str(path)!r}: there is no such file. Give a dict, or a JSON file.") from e
-    except (OSError, ValueError) as e:
-        raise ConfigError(f"deepspeed_config={str(path)!r} cannot be read as JSON: {e}") from e
