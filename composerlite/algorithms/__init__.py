@@ -1,4 +1,4 @@
-"""Changes to training that can be switched on by name: ``Trainer(algorithms=[EMA(), BlurPool()])``."""
+"""Algorithms that change training: ``Trainer(algorithms=[EMA(), BlurPool()])``."""
 
 from composerlite.algorithms.batch.cutmix import CutMix, cutmix_batch
 from composerlite.algorithms.batch.cutout import CutOut, cutout_batch

@@ -15,26 +15,26 @@ from composerlite.errors import ConfigError, checked_arguments
 
 @torch.no_grad()
 def compute_ema(model: nn.Module, ema_model: nn.Module, smoothing: float = 0.99) -> None:
-    """Add the weights of ``model`` to the average that ``ema_model`` is, in place.
+    """Add the weights of ``model`` to the average in ``ema_model``, in place.
 
-    Afterwards parameters of ``ema_model`` are ``smoothing`` times themselves plus ``1 - smoothing`` times those of
-    ``model``, and so are buffers of floating point; other buffers are those of ``model``.
+    Parameters and floating-point buffers become ``smoothing × average + (1 - smoothing) × weights``. Other buffers are
+    copied from ``model``.
 
     Args:
-        model: the model that is trained.
-        ema_model: a copy of it, which was made before training.
-        smoothing: the share of what was there, from 0 to 1.
+        model: the trained model.
+        ema_model: a copy of ``model``, made before training.
+        smoothing: share of the old average, from 0 to 1.
 
     Raises:
-        ConfigError: another ``smoothing``, or two models with other names.
+        ConfigError: ``smoothing`` is not from 0 to 1, or names in the models differ.
     """
     if not 0 <= smoothing <= 1:
         raise ConfigError(f"compute_ema(smoothing={smoothing}): expected a number from 0 to 1, such as 0.99.")
     average, own = ema_model.state_dict(), model.state_dict()
     if average.keys() != own.keys():
         raise ConfigError(
-            f"compute_ema: the models differ in {', '.join(sorted(average.keys() ^ own.keys()))}: make ema_model with "
-            "copy.deepcopy(model)."
+            f"compute_ema: the models differ in {', '.join(sorted(average.keys() ^ own.keys()))}. Create ema_model "
+            "with copy.deepcopy(model)."
         )
     for name, tensor in average.items():
         if tensor.is_floating_point():
@@ -45,21 +45,20 @@ def compute_ema(model: nn.Module, ema_model: nn.Module, smoothing: float = 0.99)
 
 @final
 class EMA(Algorithm):
-    """Keeps an exponential moving average of the weights and evaluates with it.
+    """Evaluates with an exponential moving average of the weights.
 
-    At each update ``average = smoothing × average + (1 - smoothing) × weights``. Training continues with the weights
-    themselves, and they are what a checkpoint holds as the model; the average is in the state of this algorithm. It
-    costs the memory of the weights once more (Polyak & Juditsky 1992; as in `Tarvainen & Valpola 2017
-    <https://arxiv.org/abs/1703.01780>`_).
+    At each update ``average = smoothing × average + (1 - smoothing) × weights``. Training and the model in checkpoints
+    use the plain weights; the average is saved as the state of this algorithm, and needs as much memory as the weights
+    (Polyak & Juditsky 1992; as in `Tarvainen & Valpola 2017 <https://arxiv.org/abs/1703.01780>`_).
 
     Args:
-        half_life: time after which a weight's share has fallen to a half, in batches or epochs.
-        smoothing: the factor itself, in place of ``half_life``; pass ``half_life=None`` with it.
-        ema_start: when averaging begins.
-        update_interval: time between updates, in batches or epochs; by default one of what ``half_life`` counts.
+        half_life: time until the share of a weight has fallen to a half, in batches or epochs.
+        smoothing: the factor, instead of ``half_life``; pass ``half_life=None``, too.
+        ema_start: start of averaging.
+        update_interval: time between updates, in batches or epochs; by default one unit of ``half_life``.
 
     Raises:
-        ConfigError: both or neither of ``half_life`` and ``smoothing``, or times in units that do not fit.
+        ConfigError: both or neither of ``half_life`` and ``smoothing`` are given, or the units of times differ.
     """
 
     @checked_arguments
@@ -75,14 +74,14 @@ class EMA(Algorithm):
         self._average = WeightAverage(get_ema_multi_avg_fn(self.smoothing))
 
     def match(self, event: Event, state: State) -> bool:
-        """Return true at updates, around evaluation, and when training starts: an evaluation may have failed."""
+        """Return true at updates, around evaluation, and at the start of training, after a failed evaluation."""
         started = self._average.count > 0
         if event is update_event(self.update_interval):
             return is_due(self.update_interval, event, state) if started else span(self.ema_start, state).is_over
         return started and event in (Event.EVAL_START, Event.EVAL_END, Event.FIT_START)
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
-        """Update the average, or put it into the model for evaluation and out again."""
+        """Update the average, or exchange the weights of the model and the average around evaluation."""
         if event is Event.EVAL_START:
             self._average.show(state.model)
         elif event in (Event.EVAL_END, Event.FIT_START):
@@ -92,29 +91,29 @@ class EMA(Algorithm):
 
     @property
     def ema_model(self) -> WeightAverage | None:
-        """The average, with ``named_parameters()`` and ``transfer_ema_params(model)``; ``None`` before it begins."""
+        """The average, with ``named_parameters()`` and ``transfer_ema_params(model)``; ``None`` before the start."""
         return self._average if self._average.count > 0 else None
 
     def get_training_model(self, model: nn.Module) -> nn.Module:
-        """Return ``model`` with the weights that are trained, should the average be in it."""
+        """Return ``model`` with the trained weights, also during evaluation."""
         self._average.hide()
         return model
 
     def get_ema_model(self, model: nn.Module) -> nn.Module:
-        """``model`` with its weights overwritten by the average, as far as there is one."""
+        """Overwrite the weights of ``model`` with the average (if already started), and return ``model``."""
         self._average.copy_to(model)
         return model
 
     def state_dict(self) -> dict[str, Any]:
-        """The average and how many updates are in it, whether or not it is in the model now."""
+        """Return the average and the number of updates, also during evaluation."""
         return self._average.state_dict()
 
     def state_like(self, state: State) -> dict[str, Any]:
-        """The weights, as which their average is distributed over ranks."""
+        """Return the weights, for the distribution of the average over ranks."""
         return self._average.state_like(state.model)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what :meth:`state_dict` gave."""
+        """Restore a state of :meth:`state_dict`."""
         self._average.load_state_dict(state_dict)
 
 
@@ -123,13 +122,14 @@ def _smoothing_and_interval(
 ) -> tuple[float, Time]:
     if half_life is None:
         if smoothing is None:
-            raise ConfigError("EMA(half_life=None, smoothing=None): give one of them, e.g. half_life='1000ba'.")
+            raise ConfigError("EMA(half_life=None, smoothing=None): pass one of them, such as half_life='1000ba'.")
         if not 0 <= smoothing < 1:
             raise ConfigError(f"EMA(smoothing={smoothing}): expected a number in [0, 1), such as 0.999.")
         return smoothing, read_update_interval("update_interval", "1ba" if update_interval is None else update_interval)
     if smoothing is not None:
         raise ConfigError(
-            f"EMA(half_life={str(half_life)!r}, smoothing={smoothing}): give one of them; pass half_life=None."
+            f"EMA(half_life={str(half_life)!r}, smoothing={smoothing}): pass one of them. With smoothing, "
+            "pass half_life=None."
         )
     life = read_update_interval("half_life", half_life)
     every = Time(1, life.unit) if update_interval is None else update_interval

@@ -1,4 +1,4 @@
-"""GradientClipping: keep single steps from being too large."""
+"""GradientClipping: limit the size of gradients."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from composerlite.core import Algorithm, Event, Logger, State
 from composerlite.errors import ConfigError, checked_arguments, did_you_mean
 
 _TYPES = ("adaptive", "norm", "value")
-_EPSILON = 1e-6  # as torch adds it
-_LEAST_WEIGHT_NORM = 1e-3  # of the paper: units that begin at zero can grow
+_EPSILON = 1e-6  # as in torch
+_LEAST_WEIGHT_NORM = 1e-3  # from the paper: units with zero weights can grow
 
 
 def apply_gradient_clipping(
@@ -22,18 +22,18 @@ def apply_gradient_clipping(
     """Clip the gradients of ``model`` in place.
 
     Args:
-        model: its parameters have gradients; those without one are skipped. They may be distributed over ranks,
-            which then clip together, by the norm of the whole.
+        model: a model with gradients, which may be sharded over ranks: the norm is that of the whole gradient.
+            Parameters without a gradient are skipped.
         clipping_type: ``'norm'`` scales all gradients so that their common L2 norm is at most the threshold (`Pascanu
             et al. 2013 <https://arxiv.org/abs/1211.5063>`_); ``'value'`` clamps each element to ± the threshold;
-            ``'adaptive'`` scales the gradient of each output unit (each row of a weight, or a bias as a whole) so that
-            its norm is at most the threshold times that of the unit's weights (`Brock et al. 2021
+            ``'adaptive'`` scales the gradient of each output unit (each row of a weight, or a whole bias) so that the
+            norm is at most the threshold times the norm of the unit's weights (`Brock et al. 2021
             <https://arxiv.org/abs/2102.06171>`_).
         clipping_threshold: a number above zero.
-        fsdp_enabled: accepted for scripts of Composer; whether gradients are distributed is seen from them.
+        fsdp_enabled: ignored; accepted for scripts of Composer.
 
     Raises:
-        ConfigError: another type, or a threshold that is not positive.
+        ConfigError: the type is unknown, or the threshold is not positive.
     """
     _check(clipping_type, clipping_threshold)
     if clipping_type == "adaptive":
@@ -55,14 +55,14 @@ def apply_gradient_clipping(
 
 @final
 class GradientClipping(Algorithm):
-    """Clips gradients when those of the whole batch are there, before the optimizer steps.
+    """Clips the gradients of the whole batch, before the optimizer steps.
 
     Args:
         clipping_type: ``'norm'``, ``'value'`` or ``'adaptive'``; see :func:`apply_gradient_clipping`.
         clipping_threshold: a number above zero.
 
     Raises:
-        ConfigError: another type, or a threshold that is not positive.
+        ConfigError: the type is unknown, or the threshold is not positive.
     """
 
     @checked_arguments
@@ -72,7 +72,7 @@ class GradientClipping(Algorithm):
         self.clipping_threshold = clipping_threshold
 
     def match(self, event: Event, state: State) -> bool:
-        """Return true at ``AFTER_TRAIN_BATCH``, except with DeepSpeed, which clips by itself."""
+        """Return true at ``AFTER_TRAIN_BATCH``. DeepSpeed has its own clipping."""
         return event is Event.AFTER_TRAIN_BATCH and not state.deepspeed_enabled
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
@@ -91,7 +91,7 @@ def _clip_units(model: nn.Module, threshold: float) -> None:
 
 
 def _norm_of_units(tensor: torch.Tensor) -> torch.Tensor:
-    """The L2 norm of what belongs to each output unit: all dimensions but the first, which is kept."""
+    """Return the L2 norm over all dimensions but the first; of a bias, the norm of all elements."""
     if tensor.ndim < 2:
         return torch.linalg.vector_norm(tensor)
     return torch.linalg.vector_norm(tensor, dim=tuple(range(1, tensor.ndim)), keepdim=True)
@@ -99,6 +99,6 @@ def _norm_of_units(tensor: torch.Tensor) -> torch.Tensor:
 
 def _check(clipping_type: str, clipping_threshold: float) -> None:
     if clipping_type not in _TYPES:
-        raise ConfigError(f"clipping_type={clipping_type!r} does not exist.{did_you_mean(clipping_type, _TYPES)}")
+        raise ConfigError(f"clipping_type={clipping_type!r} is unknown.{did_you_mean(clipping_type, _TYPES)}")
     if not clipping_threshold > 0:
         raise ConfigError(f"clipping_threshold={clipping_threshold}: expected a number above zero, such as 1.0.")

@@ -1,4 +1,4 @@
-"""LayerFreezing: train fewer and fewer layers."""
+"""LayerFreezing: stop training the first layers."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ def freeze_layers(
 ) -> tuple[int, float]:
     """Freeze the first layers of ``model``, in place (`FreezeOut, Brock et al. 2017 <https://arxiv.org/abs/1706.04983>`_).
 
-    A layer is a module with parameters and without modules in it, in the order of ``model.modules()``; the last one is
-    never frozen. Frozen parameters have no gradients, so that the optimizer skips them: they stay in it, and a
-    checkpoint has the same groups with and without them.
+    A layer is a module with parameters and without submodules, in the order of ``model.modules()``. The last layer is
+    never frozen. Frozen parameters stay in the optimizer, so parameter groups in checkpoints do not change; the
+    optimizer skips parameters without gradients.
 
     Args:
         model: the model.
-        optimizers: not needed, and accepted for Composer's scripts.
-        current_duration: the part of training that is done, from 0 to 1.
-        freeze_start: the part of training before the first layer is frozen.
-        freeze_level: the part of the layers that is frozen at the end.
+        optimizers: ignored; accepted for scripts of Composer.
+        current_duration: finished fraction of training, from 0 to 1.
+        freeze_start: fraction of training before the first layer is frozen.
+        freeze_level: fraction of the layers to freeze until the end.
 
     Returns:
-        How many layers are to be frozen now, and which part of the layers that can be that is by schedule.
+        Number of frozen layers, and their scheduled fraction of all layers but the last.
 
     Raises:
-        ConfigError: values that mean nothing.
+        ConfigError: a fraction is out of range.
     """
     _check("freeze_layers", freeze_start, freeze_level)
     *layers, last = _layers(model) or [model]
-    kept = set(last.parameters())  # a weight that the last layer shares with another is not frozen either
+    kept = set(last.parameters())  # do not freeze weights shared with the last layer
     fraction = 0.0
     if current_duration > freeze_start:
         fraction = freeze_level * (current_duration - freeze_start) / (1 - freeze_start)
@@ -60,17 +60,17 @@ def freeze_layers(
 class LayerFreezing(Algorithm):
     """Freezes more and more of the first layers (`FreezeOut, Brock et al. 2017 <https://arxiv.org/abs/1706.04983>`_).
 
-    At the end of each epoch, linearly from ``freeze_start`` on. Which parameters are frozen is in each checkpoint: a
-    resumed run trains the same ones, in the middle of an epoch, too. Whole models on several ranks average their
-    gradients with ``'forced_sync'`` by default. Logged are ``layer_freezing/layers_frozen`` and
-    ``layer_freezing/percentage_frozen``, a part from 0 to 1.
+    Layers are frozen at the end of each epoch, linearly from ``freeze_start`` on. Checkpoints have the names of frozen
+    parameters, so a resumed run trains the same parameters. On several ranks, gradients are averaged with
+    ``'forced_sync'`` by default. Logs ``layer_freezing/layers_frozen`` and ``layer_freezing/percentage_frozen`` (a
+    fraction).
 
     Args:
-        freeze_start: the part of training before the first layer is frozen.
-        freeze_level: the part of the layers that is frozen at the end. The last layer never is.
+        freeze_start: fraction of training before the first layer is frozen.
+        freeze_level: fraction of the layers to freeze until the end. The last layer is never frozen.
 
     Raises:
-        ConfigError: values that mean nothing; at ``INIT`` the model is sharded over ranks.
+        ConfigError: a fraction is out of range; at ``INIT``: the model is sharded over ranks.
     """
 
     @checked_arguments
@@ -86,11 +86,11 @@ class LayerFreezing(Algorithm):
         return True
 
     def match(self, event: Event, state: State) -> bool:
-        """Return true at the end of an epoch, and at ``AFTER_LOAD``, to freeze layers again."""
+        """Return true at ``INIT``, at the end of an epoch, and at ``AFTER_LOAD``, to freeze layers again."""
         return event in (Event.INIT, Event.AFTER_LOAD, Event.EPOCH_END)
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
-        """Freeze the layers that are due.
+        """Freeze the next layers.
 
         Raises:
             ConfigError: the model is sharded over ranks.
@@ -98,8 +98,8 @@ class LayerFreezing(Algorithm):
         if event is Event.INIT:
             if state.parallelism is not None or state.deepspeed_enabled:
                 raise ConfigError(
-                    "LayerFreezing: the model is sharded over ranks, which note at the start what has gradients. Leave "
-                    "out LayerFreezing, or parallelism_config and deepspeed_config."
+                    "LayerFreezing does not support models sharded over ranks. Remove LayerFreezing, or "
+                    "parallelism_config and deepspeed_config."
                 )
         elif event is Event.AFTER_LOAD:
             for name, parameter in state.model.named_parameters():
@@ -117,11 +117,11 @@ class LayerFreezing(Algorithm):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Names of the parameters that were frozen."""
+        """Return the names of the frozen parameters."""
         return {"frozen": list(self._frozen)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what :meth:`state_dict` gave; they are frozen at ``AFTER_LOAD``."""
+        """Restore the names of the frozen parameters. ``AFTER_LOAD`` freezes these parameters."""
         self._frozen = list(state_dict.get("frozen", ()))
 
 
@@ -140,6 +140,6 @@ def _freeze(parameter: nn.Parameter) -> None:
 
 def _check(owner: str, start: float, level: float) -> None:
     if not 0 <= start < 1:
-        raise ConfigError(f"{owner}(freeze_start={start}): expected a part of training, from 0 to less than 1.")
+        raise ConfigError(f"{owner}(freeze_start={start}): expected a fraction of training, from 0 to less than 1.")
     if not 0 <= level <= 1:
-        raise ConfigError(f"{owner}(freeze_level={level}): expected a part of the layers, from 0 to 1.")
+        raise ConfigError(f"{owner}(freeze_level={level}): expected a fraction of the layers, from 0 to 1.")

@@ -1,4 +1,4 @@
-"""SAM: step with the gradients of the worst weights nearby."""
+"""SAM: sharpness-aware minimization."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from composerlite.errors import ConfigError, checked_arguments
 class SAM(Algorithm):
     """Sharpness-aware minimization (`Foret et al. 2021 <https://arxiv.org/abs/2010.01412>`_).
 
-    The gradients ``g`` of a batch lead to weights with a larger loss, ``w + rho * g / |g|``; the optimizer steps from
-    ``w`` with the gradients there. Both passes draw the same random numbers. Losses, metrics and the statistics of
-    batch norm are those of the first one, so that ``rho=0`` trains as without the algorithm. A batch takes twice the
-    time, and memory for the weights once more.
+    From weights ``w`` with gradients ``g``, a second forward and backward pass computes gradients at
+    ``w + rho * g / |g|``. The optimizer steps from ``w`` with these gradients. Both passes draw the same random
+    numbers. Losses, metrics and batch norm statistics come from the first pass, so ``rho=0`` trains as without the
+    algorithm. A step takes twice the time, and memory for another copy of the weights.
 
-    The norm is that of all gradients, of all ranks. The scale of ``amp_fp16`` cancels out, and a batch whose gradients
-    overflow is skipped as usual. The optimizer is the one that was given, in checkpoints as well.
+    The norm includes the gradients of all ranks. The loss scale of ``amp_fp16`` cancels out, and batches with an
+    overflow are skipped as usual. Checkpoints have the plain optimizer.
 
     Args:
-        rho: distance to those weights, as an L2 norm.
-        epsilon: added to the norm of the gradients.
-        interval: batches from one SAM step to the next; the others take a plain step.
+        rho: distance to the perturbed weights, as an L2 norm.
+        epsilon: number added to the norm of the gradients.
+        interval: number of batches from one SAM step to the next; the batches between take a plain step.
 
     Raises:
-        ConfigError: values that mean nothing; at ``INIT``, DeepSpeed trains, which alone has the gradients.
+        ConfigError: an argument is out of range; at ``INIT``: the run uses DeepSpeed.
     """
 
     @checked_arguments
@@ -52,16 +52,18 @@ class SAM(Algorithm):
         return event is Event.INIT
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
-        """Check that the gradients can be had.
+        """Check that the run does not use DeepSpeed.
 
         Raises:
-            ConfigError: DeepSpeed trains.
+            ConfigError: the run uses DeepSpeed.
         """
         if state.deepspeed_enabled:
-            raise ConfigError("SAM needs the gradients, which DeepSpeed alone has: leave out SAM or deepspeed_config.")
+            raise ConfigError(
+                "SAM needs the gradients, and DeepSpeed does not provide these. Remove SAM or deepspeed_config."
+            )
 
     def perturbed(self, state: State) -> contextlib.AbstractContextManager[object] | None:
-        """The weights with the larger loss, at every ``interval``-th batch."""
+        """Return a context in which the weights are perturbed; ``None`` for a batch with a plain step."""
         if (int(state.timestamp.batch) + 1) % self.interval:
             return None
         return _uphill(state.model, self.rho, self.epsilon)
@@ -69,9 +71,7 @@ class SAM(Algorithm):
 
 @contextlib.contextmanager
 def _uphill(model: nn.Module, rho: float, epsilon: float) -> Generator[None]:
-    """Within it the weights of ``model`` are further up along their gradients. After it they are the same to the bit:
-    what is added is not subtracted again, which would round.
-    """
+    """Move the weights of ``model`` along the gradients, and restore copies at the end. Subtracting would round."""
     gradients = {parameter: parameter.grad for parameter in model.parameters() if parameter.grad is not None}
     own = {parameter: parameter.detach().clone() for parameter in gradients}
     if gradients:

@@ -1,4 +1,4 @@
-"""SWA: end with the average of the weights along the last part of training."""
+"""SWA: average the weights over the last part of training."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ _STRATEGIES = {"linear": "linear", "lin": "linear", "cos": "cos", "cosine": "cos
 class SWA(Algorithm):
     """Stochastic weight averaging (`Izmailov et al. 2018 <https://arxiv.org/abs/1803.05407>`_).
 
-    From ``swa_start`` on the weights are sampled every ``update_interval``. At ``swa_end``, or when training ends
-    before, the weights are sampled a last time and the model gets the mean of all samples. From then on the weights
-    stay: what is left of training refreshes the statistics of batch norm. So the model at the end is the average.
+    From ``swa_start`` on, the weights are sampled every ``update_interval``. At ``swa_end``, or at an earlier end of
+    training, a last sample is taken and the model gets the mean of all samples. After ``swa_end`` the weights do not
+    change, and the remaining batches update the statistics of batch norm. The final model is the average.
 
     Args:
-        swa_start: when sampling begins.
-        swa_end: when the model gets the average. Leave some batches after it if the model has batch norm.
+        swa_start: start of sampling.
+        swa_end: time at which the model gets the average. With batch norm, leave some batches after ``swa_end``.
         update_interval: time between samples, in batches or epochs.
-        schedule_swa_lr: whether the learning rate goes to ``swa_lr`` from the first sample on, whatever the schedulers
-            say. For schedulers that compute the factor anew, as those of ``composerlite.optim`` and ``LambdaLR`` do.
-        anneal_strategy: ``'linear'`` or ``'cos'``: how it goes there.
-        anneal_steps: samples until it is there.
-        swa_lr: by default the learning rate at the first sample, which then stays.
+        schedule_swa_lr: move the learning rate to ``swa_lr`` from the first sample on, overriding the schedulers. Works
+            with schedulers that compute the rate from the time, such as ``composerlite.optim`` and ``LambdaLR``.
+        anneal_strategy: shape of the change of the learning rate, ``'linear'`` or ``'cos'``.
+        anneal_steps: number of samples until the learning rate is ``swa_lr``.
+        swa_lr: final learning rate. By default the rate at the first sample, so the rate is constant.
 
     Raises:
-        ConfigError: a time, a number or a strategy that does not fit.
+        ConfigError: a time, a number or a strategy is invalid.
     """
 
     @checked_arguments
@@ -56,11 +56,11 @@ class SWA(Algorithm):
         if self.swa_start.unit is not self.swa_end.unit or self.swa_start >= self.swa_end:
             raise ConfigError(
                 f"SWA(swa_start={str(swa_start)!r}, swa_end={str(swa_end)!r}): expected a start before the end, both "
-                "in one unit, such as '0.7dur' and '0.97dur'."
+                "in the same unit, such as '0.7dur' and '0.97dur'."
             )
         if anneal_strategy not in _STRATEGIES:
             raise ConfigError(
-                f"SWA(anneal_strategy={anneal_strategy!r}) does not exist.{did_you_mean(anneal_strategy, _STRATEGIES)}"
+                f"SWA(anneal_strategy={anneal_strategy!r}) is unknown.{did_you_mean(anneal_strategy, _STRATEGIES)}"
             )
         if anneal_steps <= 0:
             raise ConfigError(f"SWA(anneal_steps={anneal_steps}): expected a number above zero.")
@@ -86,7 +86,7 @@ class SWA(Algorithm):
         return event in (Event.BATCH_END, Event.EPOCH_END) and span(self.swa_start, state).is_over
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
-        """Sample the weights, put the average into the model, or hold the weights."""
+        """Sample the weights, copy the average to the model, or keep the weights constant."""
         if event is Event.AFTER_TRAIN_BATCH:
             state.model.zero_grad(set_to_none=True)  # optimizers skip parameters without a gradient
             return
@@ -102,7 +102,7 @@ class SWA(Algorithm):
 
     def _sample(self, state: State) -> None:
         batch = int(state.timestamp.batch)
-        if batch == self._sampled_at:  # an epoch's end follows its last batch's, and training's both
+        if batch == self._sampled_at:  # the ends of batch, epoch and training can coincide
             return
         if self._average.count == 0:
             self._start_lrs = [group["lr"] for group in _groups(state)]
@@ -118,7 +118,7 @@ class SWA(Algorithm):
             group["lr"] = start + fraction * (end - start)
 
     def state_dict(self) -> dict[str, Any]:
-        """The average, the learning rates that annealing began at, and whether the model has the average."""
+        """Return the average, the learning rates at the start of annealing, and the progress."""
         return {
             **self._average.state_dict(),
             "start_lrs": list(self._start_lrs),
@@ -127,11 +127,11 @@ class SWA(Algorithm):
         }
 
     def state_like(self, state: State) -> dict[str, Any]:
-        """The weights, as which their average is distributed over ranks."""
+        """Return the weights, for the distribution of the average over ranks."""
         return self._average.state_like(state.model)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what :meth:`state_dict` gave."""
+        """Restore a state of :meth:`state_dict`."""
         self._average.load_state_dict(state_dict)
         self._start_lrs = list(state_dict["start_lrs"])
         self._sampled_at = int(state_dict["sampled_at"])

@@ -1,4 +1,4 @@
-"""A running average of a model's weights, and how to look at the model with it."""
+"""Running average of the weights of a model."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from composerlite.errors import ConfigError, IncompatibleCheckpointError
 from composerlite.types import StateDict
 
 AverageFunction: TypeAlias = "Callable[[Any, Any, int], None]"
-"""Adds the second list of tensors to the first, an average of a number of them; see ``torch.optim.swa_utils``."""
+"""Adds samples to averages: ``function(averages, samples, count)``, as in ``torch.optim.swa_utils``."""
 
 
 def read_update_interval(name: str, value: Time | str) -> Time:
-    """The argument ``name`` as a positive number of batches or epochs between two updates of an average.
+    """Parse the argument ``name``, a positive number of batches or epochs between two updates.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: the value is not positive, or has another unit.
     """
     time = Time.from_input(value)
     if time.unit not in (TimeUnit.BATCH, TimeUnit.EPOCH) or time.value <= 0:
@@ -32,36 +32,36 @@ def read_update_interval(name: str, value: Time | str) -> Time:
 
 
 def update_event(interval: Time) -> Event:
-    """The event at which what happens every ``interval`` happens."""
+    """Return the event at which an update every ``interval`` can happen."""
     return Event.BATCH_END if interval.unit is TimeUnit.BATCH else Event.EPOCH_END
 
 
 def is_due(interval: Time, event: Event, state: State) -> bool:
-    """Return true if what happens every ``interval`` happens now."""
+    """Return true if an update every ``interval`` is due at this event."""
     return event is update_event(interval) and state.timestamp.count(interval.unit) % interval.value == 0
 
 
 @final
 class WeightAverage:
-    """A running average of the parameters of a model, and of its buffers that hold statistics (batch norm).
+    """Running average of the parameters and statistics (batch norm) of a model.
 
-    Buffers that are not saved with the model, are not floating point or are not finite (masks) are left out. The
-    average begins with a copy of the weights at the first :meth:`update`.
+    Buffers are left out if they are not saved with the model, not floating point or not finite (masks). The first
+    :meth:`update` copies the weights.
 
-    While :meth:`show` has put the average into the model, ``model.state_dict()`` still gives and
-    ``model.load_state_dict()`` still changes the model's own weights: no checkpoint ever mixes the two up.
+    Between :meth:`show` and :meth:`hide` the model has the average, but ``model.state_dict()`` and
+    ``model.load_state_dict()`` still use the trained weights, so checkpoints are always right.
 
     Args:
-        average: how a sample is added.
+        average: function to add a sample.
 
     Attributes:
-        count: samples so far.
+        count: number of samples.
     """
 
     def __init__(self, average: AverageFunction) -> None:
         self.count = 0
         self._average = average
-        self._tensors: dict[str, Tensor] = {}  # the average; while it is shown, the model's own weights
+        self._tensors: dict[str, Tensor] = {}  # the average; between show and hide the trained weights
         self._shown_in: nn.Module | None = None
         self._hooks: list[RemovableHandle] = []
 
@@ -82,17 +82,17 @@ class WeightAverage:
             own.copy_(averages[name])
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and average of each parameter, and of each buffer that is averaged. Nothing is copied."""
+        """Yield name and average of each parameter and averaged buffer, without copies."""
         yield from self._averages().items()
 
     def transfer_ema_params(self, model: nn.Module) -> None:
-        """Overwrite the weights of ``model`` with the average. Kept for scripts of Composer."""
+        """Overwrite the weights of ``model`` with the average. For scripts of Composer."""
         self.copy_to(model)
 
     def show(self, model: nn.Module) -> None:
-        """Put the average into ``model`` until :meth:`hide`. Showing twice changes nothing.
+        """Exchange the weights of ``model`` and the average until :meth:`hide`. A second call changes nothing.
 
-        Nothing is copied, except where the model is sharded over ranks.
+        Only weights of sharded models are copied.
         """
         if self._shown_in is not None:
             return
@@ -110,7 +110,7 @@ class WeightAverage:
         ]
 
     def hide(self) -> None:
-        """Give the model its own weights back, those very tensors. Without :meth:`show` nothing changes."""
+        """Return the trained weights to the model, as the same tensors. Without :meth:`show` nothing changes."""
         if self._shown_in is None:
             return
         for hook in self._hooks:
@@ -119,23 +119,23 @@ class WeightAverage:
         self._shown_in = None
 
     def state_dict(self) -> StateDict:
-        """The number of samples and the average by parameter name, shown or not. Tensors are not copied."""
+        """Return the number of samples and the average by parameter name. Tensors are not copied."""
         return {"count": self.count, "tensors": self._averages()}
 
     def state_like(self, model: nn.Module) -> StateDict:
-        """The weights of ``model``, by the keys of their average."""
+        """Return the weights of ``model``, by the keys of the average."""
         return {"tensors": dict(_named_tensors(model))}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Take back what :meth:`state_dict` gave. An average that is shown is then that one.
+        """Restore a state of :meth:`state_dict`. Between show and hide the model gets the restored average.
 
         Raises:
-            IncompatibleCheckpointError: it is the state of something else.
+            IncompatibleCheckpointError: the state has other keys.
         """
         if not {"count", "tensors"} <= state_dict.keys():
             raise IncompatibleCheckpointError(
-                f"the checkpoint's averaged weights cannot be read: it holds {', '.join(state_dict) or 'nothing'}. "
-                "Leave them out with load_exclude_algorithms=[…]; the average then starts anew."
+                f"the averaged weights cannot be read: found {', '.join(state_dict) or 'nothing'}, expected count and "
+                "tensors. To start a new average pass load_exclude_algorithms=[…]."
             )
         model = self._shown_in
         self.hide()
@@ -152,7 +152,7 @@ class WeightAverage:
     @torch.no_grad()
     def _exchange(self, model: nn.Module) -> None:
         for name, tensor, own in self._pairs(model):
-            if dist.is_distributed_tensor(own):  # where its memory is, sharding has noted: the numbers change places
+            if dist.is_distributed_tensor(own):  # FSDP keeps references to the memory: exchange values
                 kept = own.detach().clone()
                 own.copy_(tensor)
                 tensor.copy_(kept)
@@ -160,17 +160,17 @@ class WeightAverage:
                 self._tensors[name], own.data = own.data, tensor
 
     def _pairs(self, model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """(name, tensor here, tensor of the model), on the device of the model.
+        """Yield name, averaged tensor and tensor of the model, both on the device of the model.
 
         Raises:
-            IncompatibleCheckpointError: the average is one of another model.
+            IncompatibleCheckpointError: the average is from another model.
         """
         own = dict(_named_tensors(model))
         wrong = [name for name, tensor in self._tensors.items() if name not in own or own[name].shape != tensor.shape]
         if wrong:
             raise IncompatibleCheckpointError(
-                f"the averaged weights do not fit the model: {', '.join(wrong)}. Build the model of that run, or leave "
-                "them out with load_exclude_algorithms=[…]; the average then starts anew."
+                f"the averaged weights do not fit the model: {', '.join(wrong)}. Build the model of the saved run, or "
+                "start a new average with load_exclude_algorithms=[…]."
             )
         for name, tensor in list(self._tensors.items()):
             if tensor.device != own[name].device:  # loaded from a checkpoint

@@ -1,4 +1,4 @@
-"""Optimizers with decoupled weight decay, and learning-rate schedules as functions of training time."""
+"""Optimizers with decoupled weight decay, and learning rate schedules as functions of training time."""
 
 from composerlite.optim.decoupled import DecoupledAdamW, DecoupledSGDW
 from composerlite.optim.plateau import ReduceLROnPlateau

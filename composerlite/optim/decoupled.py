@@ -1,4 +1,4 @@
-"""SGD and Adam with weight decay that does not pass through the gradient (Loshchilov & Hutter 2019)."""
+"""SGD and Adam with decoupled weight decay (Loshchilov & Hutter 2019)."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ _HIGH_DECAY = 1e-3
 
 
 class _DecoupledOptimizer(Optimizer, ABC):
-    """Base of both optimizers: ``initial_lr`` in every group, decay scaled by the schedule, one step.
+    """Base of both optimizers.
 
-    A step first multiplies each weight by ``1 - weight_decay × lr / initial_lr`` and then moves it along the gradient.
-    Parameters without a gradient are left alone, and with ``lr=0`` so are all.
+    A step first multiplies each weight by ``1 - weight_decay × lr / initial_lr``, then moves the weight along the
+    gradient. Nothing changes for parameters without a gradient, or with ``lr=0``.
     """
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; its ``lr`` now is the ``initial_lr`` that its weight decay is relative to."""
+        """Add a group, with the current ``lr`` as ``initial_lr`` for the weight decay."""
         super().add_param_group(param_group)
         self._keep_initial_lr()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._keep_initial_lr()  # a state of a plain torch optimizer has none unless a schedule has set it
+        self._keep_initial_lr()  # missing in the state of torch optimizers without schedule
 
     def _keep_initial_lr(self) -> None:
         for group in self.param_groups:
@@ -44,7 +44,7 @@ class _DecoupledOptimizer(Optimizer, ABC):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] - torch declares overloads
-        """Step all groups. ``closure``, if given, computes the loss anew; its result is returned."""
+        """Step all groups. Returns the result of ``closure``, a function to compute the loss again."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -73,19 +73,19 @@ def _decay(params: list[Tensor], group: dict[str, Any]) -> None:
 class DecoupledSGDW(_DecoupledOptimizer):
     """SGD with momentum and decoupled weight decay (`Loshchilov & Hutter 2019 <https://arxiv.org/abs/1711.05101>`_).
 
-    The decay of a step is ``weight_decay × lr / initial_lr``: it follows the schedule but not the peak learning rate,
-    so it is usually much smaller than that of ``torch.optim.SGD``: multiply that by the learning rate.
+    The decay of a step is ``weight_decay × lr / initial_lr``: the schedule scales the decay, the peak learning rate
+    does not. To convert the ``weight_decay`` of ``torch.optim.SGD``, multiply by the learning rate.
 
     Args:
         params: parameters, or groups of them.
         lr: learning rate.
-        momentum: share of the last update that is kept.
-        dampening: share of the gradient that is left out of the momentum.
-        weight_decay: share of each weight that is taken away per step at the initial learning rate.
-        nesterov: Nesterov momentum; needs ``momentum`` and no ``dampening``.
+        momentum: share of the last update in the next update.
+        dampening: reduction of the gradient in the momentum.
+        weight_decay: decrease of each weight per step at the initial learning rate, as a fraction.
+        nesterov: use Nesterov momentum; needs ``momentum`` and no ``dampening``.
 
     Raises:
-        ConfigError: a negative value, or Nesterov momentum without momentum.
+        ConfigError: a value is negative, or ``nesterov`` without ``momentum``.
     """
 
     @checked_arguments
@@ -139,19 +139,19 @@ class DecoupledSGDW(_DecoupledOptimizer):
 class DecoupledAdamW(_DecoupledOptimizer):
     """Adam with decoupled weight decay (`Loshchilov & Hutter 2019 <https://arxiv.org/abs/1711.05101>`_).
 
-    Unlike in ``torch.optim.AdamW``, the decay of a step is ``weight_decay × lr / initial_lr``: it follows the schedule
-    but not the peak learning rate. For the same decay multiply that of ``torch.optim.AdamW`` by the learning rate.
+    The decay of a step is ``weight_decay × lr / initial_lr``: the schedule scales the decay, the peak learning rate
+    does not. To convert the ``weight_decay`` of ``torch.optim.AdamW``, multiply by the learning rate.
 
     Args:
         params: parameters, or groups of them.
         lr: learning rate.
-        betas: how much of the running means of gradient and squared gradient is kept per step.
-        eps: added to the denominator.
-        weight_decay: share of each weight that is taken away per step at the initial learning rate.
+        betas: decay of the running means of gradient and squared gradient.
+        eps: number added to the denominator.
+        weight_decay: decrease of each weight per step at the initial learning rate, as a fraction.
         amsgrad: divide by the largest second moment so far (`Reddi et al. 2018 <https://openreview.net/forum?id=ryQu7f-RZ>`_).
 
     Raises:
-        ConfigError: a negative value, or a beta outside of [0, 1).
+        ConfigError: a value is negative, or a beta is not in [0, 1).
     """
 
     @checked_arguments
@@ -169,7 +169,7 @@ class DecoupledAdamW(_DecoupledOptimizer):
             raise ConfigError(f"DecoupledAdamW(betas={betas}): expected two numbers in [0, 1), such as (0.9, 0.95).")
         defaults = {
             "lr": lr,
-            "betas": (betas[0], betas[1]),  # a list that came from YAML would be in every checkpoint
+            "betas": (betas[0], betas[1]),  # YAML gives a list
             "eps": eps,
             "weight_decay": weight_decay,
             "amsgrad": amsgrad,
@@ -198,7 +198,7 @@ class DecoupledAdamW(_DecoupledOptimizer):
         )
 
     def _adam_state(self, param: Tensor, *, amsgrad: bool) -> dict[str, Tensor]:
-        """The state of ``param``, laid out as in ``torch.optim.AdamW`` so that either can load the other's."""
+        """Return the state of ``param``, with the keys of ``torch.optim.AdamW`` for exchange of checkpoints."""
         state = self.state[param]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
@@ -213,11 +213,11 @@ def _check(optimizer: Optimizer, **values: float) -> None:
     name = type(optimizer).__name__
     for argument, value in values.items():
         if not value >= 0:
-            raise ConfigError(f"{name}({argument}={value}): expected a number of zero or more.")
+            raise ConfigError(f"{name}({argument}={value}): expected zero or more.")
     if values["weight_decay"] >= _HIGH_DECAY:
         log.warning(
-            "%s(weight_decay=%g) takes that share of every weight at every step: it is not multiplied by the learning "
-            "rate as in torch.optim. Typical values are 1e-6 to 1e-4",
+            "%s(weight_decay=%g) is high: unlike in torch.optim, the decay is not multiplied by the learning rate. "
+            "Typical values are 1e-6 to 1e-4",
             name,
             values["weight_decay"],
         )

@@ -1,4 +1,4 @@
-"""ReduceLROnPlateau: torch's, on a metric that has a name."""
+"""ReduceLROnPlateau with a named metric."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from composerlite.types import StateDict
 
 @final
 class ReduceLROnPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
-    """Lowers the learning rate when a metric of evaluation has stopped improving.
+    """Lowers the learning rate when an evaluation metric stops improving.
 
-    torch's own scheduler, which does as well in the Trainer, follows the loss of the first evaluator.
+    The Trainer also accepts the scheduler of torch, with the loss of the first evaluator.
 
     Args:
-        optimizer: whose learning rate it is.
-        metric: what to follow, as ``'eval/MulticlassAccuracy'``: the label of an evaluator and the name that its metric
-            is logged by. ``None``: the loss of the first evaluator. Of a metric that grows as it gets better say
-            ``mode='max'``.
-        arguments: those of torch's.
+        optimizer: the optimizer.
+        metric: label of an evaluator and name of a metric, such as ``'eval/MulticlassAccuracy'``; ``None``: the loss of
+            the first evaluator. For metrics with larger values better, pass ``mode='max'``.
+        arguments: arguments of ``torch.optim.lr_scheduler.ReduceLROnPlateau``.
 
     Raises:
-        ValueError: what torch's says of its arguments.
+        ValueError: torch rejects an argument.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, metric: str | None = None, **arguments: Any) -> None:
@@ -31,5 +30,5 @@ class ReduceLROnPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
         self.metric = metric
 
     def state_dict(self) -> StateDict:
-        """Return the state of torch's scheduler. The name of the metric is an argument of the script, and not in it."""
+        """Return the state, without the name of the metric."""
         return {name: value for name, value in super().state_dict().items() if name != "metric"}

@@ -1,12 +1,12 @@
-"""Learning-rate schedules: the factor for the initial learning rate as a function of where training stands."""
+"""Learning rate schedules: factors for the initial learning rate, as functions of training time."""
 
 from __future__ import annotations
 
 import math
 import numbers
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
+from functools import partial
 from typing import TYPE_CHECKING, Protocol, final, runtime_checkable
 
 import torch
@@ -21,52 +21,50 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class ComposerScheduler(Protocol):
-    """A learning-rate schedule: the factor that the initial learning rate is multiplied by.
+    """A learning rate schedule: a factor for the initial learning rate.
 
     The factor depends on ``state.timestamp`` and ``state.max_duration`` only, so a resumed run continues exactly. Any
-    function ``(state, ssr=1.0) -> float`` is one.
+    function ``(state, ssr=1.0) -> float`` is a schedule.
     """
 
     def __call__(self, state: State, ssr: float = 1.0) -> float:
-        """The factor now.
+        """Return the current factor.
 
         Args:
             state: the training state.
-            ssr: scale schedule ratio: all times but fractions of training are multiplied by it.
+            ssr: scale schedule ratio, a factor for all times except fractions of training.
         """
         ...
 
 
 def compile_composer_scheduler(scheduler: ComposerScheduler, state: State, ssr: float = 1.0) -> LambdaLR:
-    """``scheduler`` as a torch scheduler of the optimizer of ``state``.
+    """Make a torch scheduler for the optimizer of ``state``.
 
-    Its ``step()`` sets the learning rate for where ``state`` stands then: call it after the timestamp has advanced. The
-    data loader must be set in ``state`` before, or schedules in epochs move once per epoch only.
+    Call ``step()`` after the timestamp has advanced, to set the learning rate. Set the data loader in ``state`` first:
+    without a length, schedules in epochs change only once per epoch.
 
     Args:
         scheduler: a function ``(state, ssr) -> factor``.
-        state: of the run.
+        state: the training state.
         ssr: scale schedule ratio.
 
     Returns:
-        The scheduler.
+        The torch scheduler.
 
     Raises:
         ConfigError: ``state`` has not exactly one optimizer, ``ssr`` is not positive, the schedule is in ``dur`` and
-            ``state`` has no ``max_duration``, or it is a function that cannot be called so or returns no number.
+            ``state`` has no ``max_duration``, or the function has other parameters or returns no number.
     """
     if len(state.optimizers) != 1:
-        raise ConfigError(f"a scheduler needs exactly one optimizer, and there are {len(state.optimizers)}.")
+        raise ConfigError(f"a scheduler needs exactly one optimizer, found {len(state.optimizers)}.")
     if not ssr > 0:
-        raise ConfigError(
-            f"scale_schedule_ratio={ssr}: expected a number above zero; 1.0 leaves the schedule as it is."
-        )
+        raise ConfigError(f"scale_schedule_ratio={ssr}: expected a number above zero; 1.0 does not scale.")
 
     with naming("schedulers", scheduler):
         check_takes(scheduler, *(("state",) if ssr == 1.0 else ("state", "ssr")))
 
     def factor(_steps: int) -> float:
-        # A function of the state alone is a schedule, too, as long as nothing is scaled.
+        # Without scaling, a function of the state alone is a schedule, too.
         found = scheduler(state) if ssr == 1.0 else scheduler(state, ssr)
         if not isinstance(found, float | numbers.Real | torch.Tensor):
             raise ConfigError(
@@ -78,39 +76,44 @@ def compile_composer_scheduler(scheduler: ComposerScheduler, state: State, ssr: 
 
 
 def _between(start: float, end: float, fraction: float) -> float:
-    """The point ``fraction`` of the way from ``start`` to ``end``; exactly ``end`` at 1."""
+    """Interpolate from ``start`` to ``end``; exactly ``end`` at 1."""
     return end if fraction >= 1.0 else start + fraction * (end - start)
 
 
 def _cosine_decay(alpha_f: float, fraction: float) -> float:
-    """Half a cosine wave from 1 down to ``alpha_f`` (`Loshchilov & Hutter 2017 <https://arxiv.org/abs/1608.03983>`_)."""
+    """Return half a cosine wave from 1 down to ``alpha_f`` (`Loshchilov & Hutter 2017 <https://arxiv.org/abs/1608.03983>`_)."""
     return _between(1.0, alpha_f, (1 - math.cos(math.pi * fraction)) / 2)
+
+
+def _power_decay(power: float, alpha_f: float, fraction: float) -> float:
+    """Return a power of the remaining fraction, scaled to end at ``alpha_f``."""
+    return _between(alpha_f, 1.0, (1.0 - fraction) ** power)
 
 
 @final
 class _Warmup:
-    """The time of a warm-up. ``scale_warmup``: whether the scale schedule ratio applies to it."""
+    """Time of a warmup. ``scale_warmup``: apply the scale schedule ratio."""
 
     def __init__(self, t_warmup: Time | str, *, scale_warmup: bool) -> None:
         self.time = read_time("t_warmup", t_warmup)
         self._scaled = scale_warmup
 
     def fraction(self, state: State, ssr: float) -> float:
-        """The part of the warm-up that has passed; 1 when it is over."""
+        """Return the finished fraction of the warmup."""
         return span(self.time, state, self._ratio(ssr)).fraction
 
     def fraction_from_here_to(self, t_max: Time, state: State, ssr: float) -> float:
-        """The part of the way from the end of the warm-up to ``t_max`` that has passed.
+        """Return the finished fraction of the time from the end of the warmup to ``t_max``.
 
         Raises:
-            ConfigError: the two times count different things.
+            ConfigError: the units of the two times differ.
         """
         start, end = span(self.time, state, self._ratio(ssr)), span(t_max, state, ssr)
         if start.tick is not end.tick:
             raise ConfigError(
                 f"t_warmup={str(self.time)!r} is counted in {start.tick.value!r} and t_max={str(t_max)!r} in "
-                f"{end.tick.value!r}: give both in one unit. (Epochs and batches go together where the data loader has "
-                "a length; 'dur' is in the unit of max_duration.)"
+                f"{end.tick.value!r}: pass both in the same unit. (Epochs and batches can be combined if the data "
+                "loader has a length; 'dur' has the unit of max_duration.)"
             )
         if end.is_over or end.value <= start.value:
             return 1.0
@@ -125,7 +128,7 @@ class StepScheduler(ComposerScheduler):
     """Multiplies by ``gamma`` after every ``step_size``.
 
     Args:
-        step_size: time between two steps, e.g. ``'30ep'``.
+        step_size: time between two steps, such as ``'30ep'``.
         gamma: factor of one step.
     """
 
@@ -143,7 +146,7 @@ class MultiStepScheduler(ComposerScheduler):
     """Multiplies by ``gamma`` at every milestone.
 
     Args:
-        milestones: times since the start of training, e.g. ``['30ep', '60ep']``.
+        milestones: times since the start of training, such as ``['30ep', '60ep']``.
         gamma: factor of one step.
     """
 
@@ -163,10 +166,10 @@ class MultiStepWithWarmupScheduler(ComposerScheduler):
     """Warms up to 1, then multiplies by ``gamma`` at every milestone.
 
     Args:
-        t_warmup: length of the warm-up.
-        milestones: times since the start of training, e.g. ``['30ep', '60ep']``.
+        t_warmup: length of the warmup.
+        milestones: times since the start of training, such as ``['30ep', '60ep']``.
         gamma: factor of one step.
-        scale_warmup: whether the scale schedule ratio applies to the warm-up too.
+        scale_warmup: apply the scale schedule ratio to the warmup, too.
     """
 
     @checked_arguments
@@ -183,11 +186,11 @@ class MultiStepWithWarmupScheduler(ComposerScheduler):
 
 @final
 class ConstantScheduler(ComposerScheduler):
-    """Stays at ``alpha`` until ``t_max``, then at 1.
+    """Is ``alpha`` until ``t_max``, then 1.
 
     Args:
         alpha: the factor.
-        t_max: how long.
+        t_max: end of this factor.
     """
 
     @checked_arguments
@@ -201,13 +204,13 @@ class ConstantScheduler(ComposerScheduler):
 
 @final
 class ConstantWithWarmupScheduler(ComposerScheduler):
-    """Warms up to ``alpha`` and stays there until ``t_max``, then at 1.
+    """Warms up to ``alpha``, stays there until ``t_max``, then is 1.
 
     Args:
-        t_warmup: length of the warm-up.
-        alpha: factor after it.
-        t_max: how long, from the start of training.
-        scale_warmup: whether the scale schedule ratio applies to the warm-up too.
+        t_warmup: length of the warmup.
+        alpha: factor after the warmup.
+        t_max: end of this factor, from the start of training.
+        scale_warmup: apply the scale schedule ratio to the warmup, too.
     """
 
     @checked_arguments
@@ -243,18 +246,18 @@ class ExponentialScheduler(ComposerScheduler):
 
 @final
 class CosineAnnealingWarmRestartsScheduler(ComposerScheduler):
-    """Cosine annealing that starts over again and again (`SGDR, Loshchilov & Hutter 2017 <https://arxiv.org/abs/1608.03983>`_).
+    """Cosine annealing with restarts (`SGDR, Loshchilov & Hutter 2017 <https://arxiv.org/abs/1608.03983>`_).
 
     Args:
         t_0: length of the first cycle.
-        t_mult: factor by which each cycle is longer than the one before; at least 1.
+        t_mult: length of a cycle relative to the cycle before; at least 1.
         alpha_f: factor at the end of each cycle.
     """
 
     @checked_arguments
     def __init__(self, t_0: Time | str, t_mult: float = 1.0, alpha_f: float = 0.0) -> None:
         if not t_mult >= 1:
-            raise ConfigError(f"t_mult={t_mult}: expected 1 or more, or the cycles shrink to nothing.")
+            raise ConfigError(f"t_mult={t_mult}: expected 1 or more.")
         self.t_0 = read_time("t_0", t_0, empty=False)
         self.t_mult = t_mult
         self.alpha_f = alpha_f
@@ -270,83 +273,50 @@ class CosineAnnealingWarmRestartsScheduler(ComposerScheduler):
         return _cosine_decay(self.alpha_f, float((passed - start) / length))
 
 
-# ── schedules that go somewhere until t_max ─────────────────────────────────────────────────────────────────────────
-class _Ramp(ComposerScheduler, ABC):
-    """Goes from its beginning to its end until ``t_max``, after a warm-up if there is one."""
+class _Ramp(ComposerScheduler):
+    """Base of schedules that end at ``t_max``, with an optional warmup. ``curve``: factor at a finished fraction."""
 
-    def __init__(self, t_max: Time | str, warmup: _Warmup | None = None) -> None:
+    def __init__(self, t_max: Time | str, curve: Callable[[float], float], warmup: _Warmup | None = None) -> None:
         self.t_max = read_time("t_max", t_max)
+        self._curve = curve
         self._warmup = warmup
 
     def __call__(self, state: State, ssr: float = 1.0) -> float:
         if self._warmup is None:
-            return self._at(span(self.t_max, state, ssr).fraction)
+            return self._curve(span(self.t_max, state, ssr).fraction)
         warm = self._warmup.fraction(state, ssr)
         if warm < 1:
-            return warm * self._at(0.0)
-        return self._at(self._warmup.fraction_from_here_to(self.t_max, state, ssr))
-
-    @abstractmethod
-    def _at(self, fraction: float) -> float:
-        """The factor where ``fraction`` of the way is done, from 0 to 1."""
-
-
-class _Linear(_Ramp):
-    """A straight line between the factors that a subclass sets."""
-
-    alpha_i: float
-    alpha_f: float
-
-    def _at(self, fraction: float) -> float:
-        return _between(self.alpha_i, self.alpha_f, fraction)
-
-
-class _Cosine(_Ramp):
-    """Half a cosine wave from 1 to the factor that a subclass sets."""
-
-    alpha_f: float
-
-    def _at(self, fraction: float) -> float:
-        return _cosine_decay(self.alpha_f, fraction)
-
-
-class _Polynomial(_Ramp):
-    """A power of the time that is left, from 1 to the factor that a subclass sets."""
-
-    power: float
-    alpha_f: float
-
-    def _at(self, fraction: float) -> float:
-        return _between(self.alpha_f, 1.0, (1.0 - fraction) ** self.power)
+            return warm * self._curve(0.0)
+        return self._curve(self._warmup.fraction_from_here_to(self.t_max, state, ssr))
 
 
 @final
-class LinearScheduler(_Linear):
-    """Goes from ``alpha_i`` to ``alpha_f`` in a straight line.
+class LinearScheduler(_Ramp):
+    """Changes linearly from ``alpha_i`` to ``alpha_f``.
 
     Args:
         alpha_i: factor at the start.
         alpha_f: factor from ``t_max`` on.
-        t_max: when ``alpha_f`` is reached.
+        t_max: time at which ``alpha_f`` is reached.
     """
 
     @checked_arguments
     def __init__(self, alpha_i: float = 1.0, alpha_f: float = 0.0, t_max: Time | str = "1dur") -> None:
-        super().__init__(t_max)
+        super().__init__(t_max, partial(_between, alpha_i, alpha_f))
         self.alpha_i = alpha_i
         self.alpha_f = alpha_f
 
 
 @final
-class LinearWithWarmupScheduler(_Linear):
-    """Warms up to ``alpha_i``, then goes to ``alpha_f`` in a straight line.
+class LinearWithWarmupScheduler(_Ramp):
+    """Warms up to ``alpha_i``, then changes linearly to ``alpha_f``.
 
     Args:
-        t_warmup: length of the warm-up.
-        alpha_i: factor after it.
+        t_warmup: length of the warmup.
+        alpha_i: factor after the warmup.
         alpha_f: factor from ``t_max`` on.
-        t_max: when ``alpha_f`` is reached, from the start of training.
-        scale_warmup: whether the scale schedule ratio applies to the warm-up too.
+        t_max: time at which ``alpha_f`` is reached, from the start of training.
+        scale_warmup: apply the scale schedule ratio to the warmup, too.
     """
 
     @checked_arguments
@@ -358,72 +328,72 @@ class LinearWithWarmupScheduler(_Linear):
         t_max: Time | str = "1dur",
         scale_warmup: bool = False,
     ) -> None:
-        super().__init__(t_max, _Warmup(t_warmup, scale_warmup=scale_warmup))
+        super().__init__(t_max, partial(_between, alpha_i, alpha_f), _Warmup(t_warmup, scale_warmup=scale_warmup))
         self.alpha_i = alpha_i
         self.alpha_f = alpha_f
 
 
 @final
-class CosineAnnealingScheduler(_Cosine):
-    """Goes from 1 to ``alpha_f`` along half a cosine wave (`SGDR <https://arxiv.org/abs/1608.03983>`_, no restart).
+class CosineAnnealingScheduler(_Ramp):
+    """Decays from 1 to ``alpha_f`` along half a cosine wave (`SGDR <https://arxiv.org/abs/1608.03983>`_, no restart).
 
     Args:
-        t_max: when ``alpha_f`` is reached.
-        alpha_f: factor from then on.
+        t_max: time at which ``alpha_f`` is reached.
+        alpha_f: factor from ``t_max`` on.
     """
 
     @checked_arguments
     def __init__(self, t_max: Time | str = "1dur", alpha_f: float = 0.0) -> None:
-        super().__init__(t_max)
+        super().__init__(t_max, partial(_cosine_decay, alpha_f))
         self.alpha_f = alpha_f
 
 
 @final
-class CosineAnnealingWithWarmupScheduler(_Cosine):
-    """Warms up to 1, then goes to ``alpha_f`` along half a cosine wave (`SGDR <https://arxiv.org/abs/1608.03983>`_).
+class CosineAnnealingWithWarmupScheduler(_Ramp):
+    """Warms up to 1, then decays to ``alpha_f`` along half a cosine wave (`SGDR <https://arxiv.org/abs/1608.03983>`_).
 
     Args:
-        t_warmup: length of the warm-up.
-        t_max: when ``alpha_f`` is reached, from the start of training.
-        alpha_f: factor from then on.
-        scale_warmup: whether the scale schedule ratio applies to the warm-up too.
+        t_warmup: length of the warmup.
+        t_max: time at which ``alpha_f`` is reached, from the start of training.
+        alpha_f: factor from ``t_max`` on.
+        scale_warmup: apply the scale schedule ratio to the warmup, too.
     """
 
     @checked_arguments
     def __init__(
         self, t_warmup: Time | str, t_max: Time | str = "1dur", alpha_f: float = 0.0, scale_warmup: bool = False
     ) -> None:
-        super().__init__(t_max, _Warmup(t_warmup, scale_warmup=scale_warmup))
+        super().__init__(t_max, partial(_cosine_decay, alpha_f), _Warmup(t_warmup, scale_warmup=scale_warmup))
         self.alpha_f = alpha_f
 
 
 @final
-class PolynomialScheduler(_Polynomial):
-    """Goes from 1 to ``alpha_f`` as the part of ``t_max`` that is left, raised to ``power``.
+class PolynomialScheduler(_Ramp):
+    """Decays from 1 to ``alpha_f`` with a power of the remaining fraction of ``t_max``.
 
     Args:
-        power: 1 is a straight line; more falls faster at first.
-        t_max: when ``alpha_f`` is reached.
-        alpha_f: factor from then on.
+        power: exponent; 1 is linear, larger values decay faster at first.
+        t_max: time at which ``alpha_f`` is reached.
+        alpha_f: factor from ``t_max`` on.
     """
 
     @checked_arguments
     def __init__(self, power: float, t_max: Time | str = "1dur", alpha_f: float = 0.0) -> None:
-        super().__init__(t_max)
+        super().__init__(t_max, partial(_power_decay, power, alpha_f))
         self.power = power
         self.alpha_f = alpha_f
 
 
 @final
-class PolynomialWithWarmupScheduler(_Polynomial):
-    """Warms up to 1, then goes to ``alpha_f`` as the part of the time that is left, raised to ``power``.
+class PolynomialWithWarmupScheduler(_Ramp):
+    """Warms up to 1, then decays to ``alpha_f`` with a power of the remaining fraction of time.
 
     Args:
-        t_warmup: length of the warm-up.
-        power: 1 is a straight line; more falls faster at first.
-        t_max: when ``alpha_f`` is reached, from the start of training.
-        alpha_f: factor from then on.
-        scale_warmup: whether the scale schedule ratio applies to the warm-up too.
+        t_warmup: length of the warmup.
+        power: exponent; 1 is linear, larger values decay faster at first.
+        t_max: time at which ``alpha_f`` is reached, from the start of training.
+        alpha_f: factor from ``t_max`` on.
+        scale_warmup: apply the scale schedule ratio to the warmup, too.
     """
 
     @checked_arguments
@@ -435,6 +405,6 @@ class PolynomialWithWarmupScheduler(_Polynomial):
         alpha_f: float = 0.0,
         scale_warmup: bool = False,
     ) -> None:
-        super().__init__(t_max, _Warmup(t_warmup, scale_warmup=scale_warmup))
+        super().__init__(t_max, partial(_power_decay, power, alpha_f), _Warmup(t_warmup, scale_warmup=scale_warmup))
         self.power = power
         self.alpha_f = alpha_f

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from short_run import assert_same
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from composerlite import Algorithm, ComposerModel, Trainer
 from composerlite.models import ComposerClassifier
@@ -100,3 +100,28 @@ def assert_resumes_bit_for_bit(
         resumed = new_trainer(make(), folder / f"from{batch}", load_path=whole / f"ba{batch}.pt", **arguments)
         assert int(resumed.state.timestamp.batch) == batch
         assert_same(trained(resumed), expected)
+
+
+class Sequences(Dataset[dict[str, Tensor]]):
+    """Token sequences."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": torch.arange(index, index + 16) % 11, "labels": torch.arange(index + 1, index + 17) % 11}
+
+
+class LanguageModel(ComposerModel):
+    """An embedding and an output layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.net = nn.Sequential(nn.Embedding(11, 8), nn.Dropout(0.1), nn.Linear(8, 11))
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.net(batch["input_ids"])
+
+    def loss(self, outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(outputs.flatten(0, 1), batch["labels"].flatten())

@@ -40,5 +40,5 @@ def test_what_ranks_would_wait_for_is_refused() -> None:
     for errors in run_ranks(algorithm_ranks.refusals, 2):
         assert len(errors) == 3
         assert "and LayerFreezing leaves some out. Leave ddp_sync_strategy out, or pass 'forced_sync'" in errors[0]
-        assert "LayerFreezing: the model is sharded over ranks" in errors[1]
+        assert "LayerFreezing does not support models sharded over ranks" in errors[1]
         assert "Pass stochastic_method='sample'" in errors[2]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from combinations import covering
-from short_run import BATCHES, ShortRun, assert_resumes_exactly, assert_same
+from short_run import BATCHES, ShortRun, assert_same
 from torch import Tensor, nn
 
 from composerlite.algorithms import EMA
-from composerlite.core import Algorithm, Event
-from composerlite.errors import ConfigError, IncompatibleCheckpointError, UnknownArgumentError
+from composerlite.core import Event
+from composerlite.errors import IncompatibleCheckpointError
 
 AVERAGED = ("body.0.weight", "body.0.bias", "body.1.weight", "body.1.running_mean", "body.1.running_var", "head.weight")
 
@@ -126,22 +125,6 @@ def test_tied_weights_stay_tied() -> None:
     assert_same(run.weights, before)
 
 
-def configurations() -> dict[str, list[Algorithm]]:
-    return {
-        "batches": [EMA(half_life="3ba")],
-        "every other batch": [EMA(half_life="3ba", update_interval="2ba")],
-        "epochs": [EMA(half_life="1ep")],
-        "late": [EMA(half_life=None, smoothing=0.7, ema_start="0.5dur")],
-        "two": [EMA(half_life="2ba"), EMA(half_life="8ba")],
-    }
-
-
-@pytest.mark.parametrize(("name", "at"), covering(1, [*configurations()], range(BATCHES + 1)))
-def test_resumes_bit_for_bit(name: str, at: int) -> None:
-    """Interrupted after any batch and resumed from the file, weights and average end as without interruption."""
-    assert_resumes_exactly(lambda: configurations()[name], at)
-
-
 def test_average_of_another_model_is_refused() -> None:
     """An average that does not fit the model raises an error that names what does not fit."""
     ema = EMA()
@@ -154,26 +137,3 @@ def test_foreign_state_is_refused() -> None:
     """The state of another library's EMA raises an error that says how to go on."""
     with pytest.raises(IncompatibleCheckpointError, match=r"ema_model.*load_exclude_algorithms"):
         EMA().load_state_dict({"ema_model": {}})
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"half_life": None}, "give one of them"),
-        ({"smoothing": 0.9}, "half_life=None"),
-        ({"half_life": None, "smoothing": 1.0}, r"\[0, 1\)"),
-        ({"half_life": "100tok"}, "batches or epochs"),
-        ({"half_life": "10ba", "update_interval": "1ep"}, "both must count batches"),
-        ({"ema_start": "-1ba"}, "zero or more"),
-    ],
-)
-def test_bad_arguments_are_refused(arguments: dict[str, object], message: str) -> None:
-    """Arguments that do not fit together are refused when the algorithm is built."""
-    with pytest.raises(ConfigError, match=message):
-        EMA(**arguments)  # type: ignore[arg-type]
-
-
-def test_misspelt_argument_is_named() -> None:
-    """A misspelt argument raises an error that names the right one."""
-    with pytest.raises(UnknownArgumentError, match="Did you mean 'half_life'"):
-        EMA(halflife="10ba")  # type: ignore[call-arg]

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from resumed_training import assert_resumes_bit_for_bit, new_trainer
-from torch import Tensor, nn
-from torch.utils.data import Dataset
+from resumed_training import LanguageModel, Sequences, new_trainer
 
-from composerlite import Callback, ComposerModel, Logger, State
+from composerlite import Callback, Logger, State
 from composerlite.algorithms import ProgressiveResizing, SeqLengthWarmup, resize_batch, set_batch_sequence_length
-from composerlite.errors import ConfigError, TrainingError
+from composerlite.errors import TrainingError
 from composerlite.loggers import InMemoryLogger
 
 IMAGES = torch.arange(2 * 8 * 8.0).reshape(1, 2, 8, 8)
@@ -66,16 +63,6 @@ def test_sizes_grow_linearly_between_the_two_fractions() -> None:
     assert [value for _, value in log.data["progressive_resizing/width"]] == [shape[-1] for shape in seen.shapes]
 
 
-@pytest.mark.parametrize("mode", ["resize", "crop"])
-def test_a_resized_run_resumes_bit_for_bit(mode: str, tmp_path: Path) -> None:
-    """The sizes after the resume are those that would have been, and so are the places of crops."""
-    assert_resumes_bit_for_bit(
-        lambda: [ProgressiveResizing(mode, delay_fraction=0.2, finetune_fraction=0.2, size_increment=1)],
-        tmp_path,
-        device_train_microbatch_size=3,
-    )
-
-
 # ── sequences ────────────────────────────────────────────────────────────────────────────────────────────────────────
 TOKENS = torch.arange(10, 22).reshape(2, 6)
 
@@ -110,31 +97,10 @@ def test_batches_without_sequences_are_refused() -> None:
         ([TOKENS], {}, "the batch is a list"),
         ({"input_ids": TOKENS, "n": torch.ones(2)}, {}, r"batch\['n'\] has the shape \(2,\)"),
         ({"input_ids": TOKENS, "n": "text"}, {}, r"batch\['n'\] is a str"),
-        ({"input_ids": TOKENS}, {"preserve_end_of_sequence": True}, "no attention_mask"),
+        ({"input_ids": TOKENS}, {"preserve_end_of_sequence": True}, "needs attention_mask"),
     ):
         with pytest.raises(TrainingError, match=message):
             set_batch_sequence_length(batch, 3, **arguments)  # type: ignore[arg-type]
-
-
-class Sequences(Dataset[dict[str, Tensor]]):
-    def __len__(self) -> int:
-        return 24
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"input_ids": torch.arange(index, index + 16) % 11, "labels": torch.arange(index + 1, index + 17) % 11}
-
-
-class LanguageModel(ComposerModel):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.net = nn.Sequential(nn.Embedding(11, 8), nn.Dropout(0.1), nn.Linear(8, 11))
-
-    def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        return self.net(batch["input_ids"])
-
-    def loss(self, outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        return nn.functional.cross_entropy(outputs.flatten(0, 1), batch["labels"].flatten())
 
 
 def test_lengths_grow_in_steps() -> None:
@@ -146,31 +112,3 @@ def test_lengths_grow_in_steps() -> None:
     ) as trainer:
         trainer.fit()
     assert [shape[1] for shape in seen.shapes] == [4, 4, 8, 8, 12, 12, 16, 16, 16, 16, 16, 16]
-
-
-@pytest.mark.parametrize("truncate", [True, False])
-def test_a_warmed_up_run_resumes_bit_for_bit(truncate: bool, tmp_path: Path) -> None:
-    """The lengths after the resume are those that would have been."""
-    assert_resumes_bit_for_bit(
-        lambda: [SeqLengthWarmup(duration=0.9, min_seq_length=3, max_seq_length=16, step_size=1, truncate=truncate)],
-        tmp_path,
-        model=LanguageModel,
-        data=Sequences,
-        device_train_microbatch_size=3,
-    )
-
-
-def test_bad_arguments_are_refused() -> None:
-    """Values that mean nothing; modes that do not exist."""
-    for make, message in (
-        (lambda: ProgressiveResizing("reisze"), "Did you mean 'resize'"),
-        (lambda: ProgressiveResizing(initial_scale=2.0), r"initial_scale=2\.0"),
-        (lambda: ProgressiveResizing(delay_fraction=0.7, finetune_fraction=0.7), "more than the whole of training"),
-        (lambda: ProgressiveResizing(size_increment=0), "size_increment=0"),
-        (lambda: resize_batch(IMAGES, torch.ones(1), 0.5, resize_targets=True), "no height and width"),
-        (lambda: SeqLengthWarmup(duration=2.0), r"duration=2\.0"),
-        (lambda: SeqLengthWarmup(min_seq_length=9, max_seq_length=8), "not less than the first"),
-        (lambda: SeqLengthWarmup(step_size=0), "step_size=0"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            make()

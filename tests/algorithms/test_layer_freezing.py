@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from resumed_training import assert_resumes_bit_for_bit, new_trainer, trained
+from resumed_training import new_trainer, trained
 from torch import nn
 
 from composerlite.algorithms import LayerFreezing, freeze_layers
-from composerlite.errors import ConfigError
 from composerlite.loggers import InMemoryLogger
 
 
@@ -59,19 +58,6 @@ def test_frozen_weights_stay_in_training() -> None:
     assert [value for _, value in log.data["layer_freezing/layers_frozen"]][-1] > 0
 
 
-@pytest.mark.parametrize(("precision", "microbatch"), [("fp32", None), ("amp_bf16", 3)])
-def test_a_run_resumes_bit_for_bit(precision: str, microbatch: int | None, tmp_path: Path) -> None:
-    """What is frozen at the end of an epoch is frozen after a resume in the middle of the next."""
-    assert_resumes_bit_for_bit(
-        lambda: [LayerFreezing(0.0, 0.9)],
-        tmp_path,
-        at=(2, 4, 5, 7),
-        max_duration="3ep",
-        precision=precision,
-        device_train_microbatch_size=microbatch,
-    )
-
-
 def test_a_longer_run_keeps_frozen_what_was(tmp_path: Path) -> None:
     """The schedule of the longer run says fewer layers, and none is thawed."""
     contents = trained(new_trainer([LayerFreezing(0.0, 0.9)], tmp_path))
@@ -80,11 +66,3 @@ def test_a_longer_run_keeps_frozen_what_was(tmp_path: Path) -> None:
     assert frozen(longer.state.model) == saved or set(frozen(longer.state.model)) <= set(saved)
     assert frozen(longer.state.model)
     longer.close()
-
-
-def test_bad_arguments_are_refused() -> None:
-    """Parts of training and of the layers are from 0 to 1."""
-    with pytest.raises(ConfigError, match=r"freeze_start=1\.0"):
-        LayerFreezing(freeze_start=1.0)
-    with pytest.raises(ConfigError, match=r"freeze_level=1\.5"):
-        freeze_layers(net(), None, 0.5, freeze_level=1.5)

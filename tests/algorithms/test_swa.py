@@ -7,13 +7,11 @@ import math
 
 import pytest
 import torch
-from combinations import covering
-from short_run import BATCHES, BATCHES_PER_EPOCH, ShortRun, assert_resumes_exactly, assert_same
+from short_run import BATCHES, BATCHES_PER_EPOCH, ShortRun, assert_same
 from torch import Tensor
 
 from composerlite.algorithms import SWA
-from composerlite.core import Algorithm, Event
-from composerlite.errors import ConfigError
+from composerlite.core import Event
 
 
 def train(swa: SWA) -> tuple[ShortRun, list[dict[str, Tensor]]]:
@@ -109,20 +107,6 @@ def test_learning_rate_without_swa_lr_stays() -> None:
     assert rates[3:] == pytest.approx([0.1 * 0.95**BATCHES_PER_EPOCH] * 9)
 
 
-def configurations() -> dict[str, list[Algorithm]]:
-    return {
-        "epochs": [SWA(swa_start="1ep", swa_end="3ep")],
-        "batches": [SWA(swa_start="0.2dur", swa_end="0.7dur", update_interval="2ba")],
-        "learning rate": [SWA("0.2dur", "1dur", "1ba", schedule_swa_lr=True, anneal_strategy="cos", swa_lr=0.5)],
-    }
-
-
-@pytest.mark.parametrize(("name", "at"), covering(1, [*configurations()], range(BATCHES + 1)))
-def test_resumes_bit_for_bit(name: str, at: int) -> None:
-    """Interrupted after any batch and resumed from the file, the run ends as without interruption."""
-    assert_resumes_exactly(lambda: configurations()[name], at)
-
-
 def test_longer_training_after_the_end_trains_again() -> None:
     """A finished run that is given more time does not stay frozen."""
     run, _ = train(SWA(swa_start="0.5dur", swa_end="1dur"))
@@ -136,23 +120,6 @@ def test_swa_lr_without_its_switch_is_pointed_out(caplog: pytest.LogCaptureFixtu
     """A learning rate that will not be used is said so."""
     SWA(swa_lr=0.1)
     assert "schedule_swa_lr=True" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"swa_start": "0.9dur", "swa_end": "0.5dur"}, "start before the end"),
-        ({"swa_start": "1ep"}, "one unit"),
-        ({"update_interval": "5tok"}, "batches or epochs"),
-        ({"anneal_strategy": "cosinus"}, "Did you mean 'cosine'"),
-        ({"anneal_steps": 0}, "anneal_steps=0"),
-        ({"swa_strat": "0.5dur"}, "Did you mean 'swa_start'"),
-    ],
-)
-def test_bad_arguments_are_refused(arguments: dict[str, object], message: str) -> None:
-    """Arguments that cannot work are refused when the algorithm is built."""
-    with pytest.raises(ConfigError, match=message):
-        SWA(**arguments)  # type: ignore[arg-type]
 
 
 def test_weights_are_held_by_leaving_gradients_out() -> None:

@@ -224,7 +224,7 @@ def test_epochs_and_batches_go_together() -> None:
 def test_units_that_do_not_go_together_are_refused() -> None:
     """A warm-up in batches and an end in tokens have no common axis: the error says so."""
     state = at_batch(new_state("1000tok"), 3)
-    with pytest.raises(ConfigError, match="give both in one unit"):
+    with pytest.raises(ConfigError, match="pass both in the same unit"):
         LinearWithWarmupScheduler("2ba")(state)
 
 

@@ -1,4 +1,4 @@
-"""CutMix: train on images with a piece of another one in each."""
+"""CutMix: train on images with a piece of another image."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from composerlite.core import State
 from composerlite.errors import ConfigError, TrainingError, checked_arguments
 
 Box: TypeAlias = "tuple[int, int, int, int]"
-"""First row, first column, last row and last column of a part of an image; the last ones are not in it."""
+"""Part of an image: first row, first column, end row (exclusive), end column (exclusive)."""
 
 
 def draw_box(height: int, width: int, box_height: int, box_width: int, *, uniform: bool) -> Box:
-    """Draw where a box of this size is, and cut off what of it is not in the image.
+    """Draw the place of a box, and crop the box to the image.
 
     Args:
-        height, width: of the image. box_height, box_width: of the box.
-        uniform: every pixel is as likely to be in the box; else the box's center is at every pixel as likely, and those
-            near the middle of the image are in the box more often.
+        height, width: size of the image. box_height, box_width: size of the box.
+        uniform: every pixel has the same probability to be in the box. Otherwise every pixel has the same probability
+            to be the center.
     """
     corners: list[tuple[int, int]] = []
     for size, box in ((height, box_height), (width, box_width)):
@@ -50,26 +50,26 @@ def cutmix_batch(
     Args:
         input: images of shape (N, C, H, W).
         target: shape (N, …).
-        length: height and width of the piece, as fractions of those of the image. By default the area that is left of
-            the first image is drawn from Beta(alpha, alpha).
-        alpha: of that distribution.
-        bbox: the piece itself: its first row and column, and the row and the column behind its last ones.
-        indices: number of the other image, of each; drawn by default.
-        uniform_sampling: every pixel is as likely to be in the piece; else the center of the piece is drawn, as in the
-            paper, and what is outside of the image cut off.
+        length: height and width of the piece, as a fraction of the image. By default the remaining area of the first
+            image is drawn from Beta(alpha, alpha).
+        alpha: parameter of the distribution.
+        bbox: the piece: first row, first column, end row and end column (exclusive).
+        indices: index of the other image, for each image; drawn by default.
+        uniform_sampling: every pixel has the same probability to be in the piece. Otherwise the center of the piece is
+            drawn, as in the paper, and the piece is cropped to the image.
 
     Returns:
-        The images, ``target[indices]``, the fraction of the area that is left of the first image, and the piece.
+        The images, ``target[indices]``, the remaining area of the first image as a fraction, and the piece.
 
     Raises:
-        ConfigError: both ``length`` and ``bbox``, or values that mean nothing.
+        ConfigError: both ``length`` and ``bbox`` are given, or a value is out of range.
         TrainingError: ``input`` has no height and width.
     """
     if bbox is not None and length is not None:
-        raise ConfigError(f"length={length}, bbox={bbox}: give one of them.")
+        raise ConfigError(f"length={length}, bbox={bbox}: pass one of them.")
     if length is not None and not 0 <= length <= 1:
         raise ConfigError(f"length={length}: expected a number from 0 to 1.")
-    height, width = image_size(input, who="CutMix")
+    height, width = image_size(input, owner="CutMix")
     if indices is None:
         indices = draw_permutation(input)
     if bbox is None:
@@ -84,20 +84,21 @@ def cutmix_batch(
 
 @final
 class CutMix(Mixing):
-    """Trains on images with a piece of another one in each (`Yun et al. 2019 <https://arxiv.org/abs/1905.04899>`_).
+    """Trains on images with a piece of another image (`Yun et al. 2019 <https://arxiv.org/abs/1905.04899>`_).
 
-    Every microbatch draws an area from Beta(alpha, alpha), a place and an order of its samples. Targets of classes are
-    weighted by area; those that have the image's height and width, as masks have, get the piece of the other one. The
-    model's loss must take probabilities or be interpolated. Metrics see the targets of the first images.
+    For each microbatch, an area from Beta(alpha, alpha), a place and a permutation are drawn. Class targets are
+    weighted by area; targets with the height and width of the image (masks) get the piece of the other target. The loss
+    must accept probabilities, or ``interpolate_loss`` must be true. Metrics see the targets of the first images.
 
     Args:
-        alpha: of the distribution of the area that is left of the first image; 1 is the uniform one, as in the paper.
-        interpolate_loss: mix the losses against the targets of both rather than the targets. It is the same where the
-            loss is linear in the targets, as cross entropy is.
-        uniform_sampling: every pixel is as likely to be in the piece; else its center is drawn, as in the paper.
-        input_key: where the images are in a batch: an index, a key, an attribute's name, or a pair of functions, of
-            which the first gets a batch and the second a batch and new images and returns the new batch.
-        target_key: where the targets are.
+        alpha: parameter of the distribution of the remaining area of the first image; 1 is uniform, as in the paper.
+        interpolate_loss: mix the losses of both targets instead of the targets. The result is the same for losses
+            linear in the targets, such as cross entropy.
+        uniform_sampling: every pixel has the same probability to be in the piece. Otherwise the center of the piece is
+            drawn, as in the paper.
+        input_key: the images in a batch: an index, a key, the name of an attribute, or a pair of functions
+            ``get(batch)`` and ``set(batch, images)``; ``set`` returns the new batch.
+        target_key: the targets in a batch, like ``input_key``.
 
     Raises:
         ConfigError: ``alpha`` is negative.
@@ -121,7 +122,7 @@ class CutMix(Mixing):
         self._size: tuple[int, ...] = ()
 
     def mix_input(self, input: Tensor) -> tuple[Tensor, Tensor, float]:  # noqa: A002
-        """Return the images, the numbers of the second ones and the part of the area that they have."""
+        """Return the mixed images, the indices of the second images and their share of the area."""
         numbers = torch.arange(len(input), device=input.device)
         mixed, partners, remaining, self._box = cutmix_batch(
             input, numbers, alpha=self.alpha, uniform_sampling=self.uniform_sampling
@@ -130,15 +131,7 @@ class CutMix(Mixing):
         return mixed, partners, 1 - remaining
 
     def mix_target(self, state: State, target: Tensor) -> Tensor:
-        """Return ``target`` weighted by area, or with the piece of the other image.
-
-        Args:
-            state: of the run.
-            target: of the second batch.
-
-        Returns:
-            The mixed target.
-        """
+        """Return ``target`` weighted by area, or with the piece of the other image."""
         if not self._is_map(target):
             return super().mix_target(state, target)
         top, left, bottom, right = self._box
@@ -147,15 +140,15 @@ class CutMix(Mixing):
         return mixed
 
     def check_interpolation(self, target: Tensor) -> None:
-        """Refuse maps: each of their places has one target or the other.
+        """Check that the targets are classes.
 
         Raises:
             TrainingError: the targets are maps.
         """
         if self._is_map(target):
             raise TrainingError(
-                f"CutMix(interpolate_loss=True): the targets, of shape {tuple(target.shape)}, have the height and "
-                "width of the images, and get the piece of the other one: leave interpolate_loss out."
+                f"CutMix(interpolate_loss=True): the targets, of shape {tuple(target.shape)}, are maps of the images. "
+                "Remove interpolate_loss: maps are mixed by area."
             )
 
     def _is_map(self, target: Tensor) -> bool:

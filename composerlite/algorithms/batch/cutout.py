@@ -20,24 +20,24 @@ def cutout_batch(
 ) -> Tensor:
     """Cut square holes into images (`DeVries & Taylor 2017 <https://arxiv.org/abs/1708.04552>`_).
 
-    The holes are at the same places in all images of a batch.
+    The places of the holes are the same in all images of a batch.
 
     Args:
         input: an image of shape (C, H, W) or images of shape (N, C, H, W).
-        num_holes: how many.
+        num_holes: number of holes.
         length: side of a hole, as a fraction of the shorter side of the image.
-        uniform_sampling: every pixel is as likely to be in a hole; else the center of the hole is drawn, as in the
-            paper, and what is outside of the image cut off.
+        uniform_sampling: every pixel has the same probability to be in a hole. Otherwise the center of a hole is drawn,
+            as in the paper, and the hole is cropped to the image.
 
     Returns:
-        A copy that is zero in the holes.
+        A copy with zeros in the holes.
 
     Raises:
-        ConfigError: values that mean nothing.
+        ConfigError: a value is out of range.
         TrainingError: ``input`` has no height and width.
     """
     _check("cutout_batch", num_holes, length)
-    height, width = image_size(input, who="CutOut")
+    height, width = image_size(input, owner="CutOut")
     side = int(min(height, width) * length)
     cut = input.clone()
     for _ in range(num_holes):
@@ -50,17 +50,18 @@ def cutout_batch(
 class CutOut(Algorithm):
     """Trains on images with square holes (`DeVries & Taylor 2017 <https://arxiv.org/abs/1708.04552>`_).
 
-    Every batch draws where its holes are, as it comes from the loader.
+    The places of the holes are drawn for each batch from the loader.
 
     Args:
-        num_holes: in each image.
+        num_holes: number of holes in each image.
         length: side of a hole, as a fraction of the shorter side of the image.
-        uniform_sampling: every pixel is as likely to be in a hole; else the center is drawn, as in the paper.
-        input_key: where the images are in a batch: an index, a key, an attribute's name, or a pair of functions, of
-            which the first gets a batch and the second a batch and new images and returns the new batch.
+        uniform_sampling: every pixel has the same probability to be in a hole. Otherwise the center of a hole is drawn,
+            as in the paper.
+        input_key: the images in a batch: an index, a key, the name of an attribute, or a pair of functions
+            ``get(batch)`` and ``set(batch, images)``; ``set`` returns the new batch.
 
     Raises:
-        ConfigError: values that mean nothing.
+        ConfigError: a value is out of range.
     """
 
     @checked_arguments
@@ -82,9 +83,9 @@ class CutOut(Algorithm):
         """Cut the holes.
 
         Raises:
-            TrainingError: the inputs are no images.
+            TrainingError: the inputs are not images.
         """
-        images = self._input.tensor(state, who="CutOut")
+        images = self._input.tensor(state, owner="CutOut")
         self._input.replace(state, cutout_batch(images, self.num_holes, self.length, self.uniform_sampling))
 
 

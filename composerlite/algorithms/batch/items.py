@@ -1,4 +1,4 @@
-"""One item of a batch, as the arguments ``input_key`` and ``target_key`` name it."""
+"""Read and replace an item of a batch, by ``input_key`` or ``target_key``."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from composerlite.errors import TrainingError
 
 @final
 class BatchItem:
-    """An item of ``state.batch``, to read and to replace.
+    """An item of ``state.batch``.
 
     Args:
-        argument: what the user gives the key as, for messages.
-        key: an index, a key, an attribute's name, or a pair of functions, of which the first gets a batch and the
-            second a batch and a new item and returns the new batch.
+        argument: name of the user's argument, for messages.
+        key: an index, a key, the name of an attribute, or a pair of functions ``get(batch)`` and ``set(batch, item)``;
+            ``set`` returns the new batch.
     """
 
     def __init__(self, argument: str, key: Any) -> None:
@@ -30,36 +30,36 @@ class BatchItem:
         """Return the item."""
         return state.batch_get_item(self._get)
 
-    def tensor(self, state: State, *, who: str) -> Tensor:
-        """Return the item, which is a tensor.
+    def tensor(self, state: State, *, owner: str) -> Tensor:
+        """Return the item.
 
         Raises:
-            TrainingError: it is no tensor; ``who`` needs one.
+            TrainingError: the item is not a tensor. The message names the ``owner``.
         """
         value = self.read(state)
         if not isinstance(value, Tensor):
             raise TrainingError(
-                f"{who} needs batch[{self.key!r}] to be a tensor, and it is a {type(value).__name__}: pass another "
-                f"{self.argument}?"
+                f"{owner}: batch[{self.key!r}] is a {type(value).__name__}, expected a tensor. Pass another "
+                f"{self.argument}."
             )
         return value
 
     def replace(self, state: State, value: Tensor) -> None:
-        """Give ``state`` a batch with another item. The batch that it has, which others may hold, stays as it is."""
+        """Replace ``state.batch`` by a copy with another item."""
         state.batch = copy.copy(state.batch)
         state.batch_set_item(self._set, value)
 
 
-def image_size(images: Tensor, *, who: str) -> tuple[int, int]:
+def image_size(images: Tensor, *, owner: str) -> tuple[int, int]:
     """Return height and width of ``images``, of shape (…, C, H, W) or (N, H, W).
 
     Raises:
-        TrainingError: they have fewer than three dimensions; ``who`` needs images.
+        TrainingError: there are fewer than three dimensions. The message names the ``owner``.
     """
     if images.ndim < 3:
         raise TrainingError(
-            f"{who}: the inputs have the shape {tuple(images.shape)}: expected images, (N, C, H, W). Leave {who} out "
-            "for other inputs, or name the images with input_key."
+            f"{owner}: the inputs have the shape {tuple(images.shape)}, expected images (N, C, H, W). Select the "
+            f"images with input_key, or remove {owner}."
         )
     return images.shape[-2], images.shape[-1]
 

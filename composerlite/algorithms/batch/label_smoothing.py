@@ -1,4 +1,4 @@
-"""LabelSmoothing: train on targets that are not quite sure."""
+"""LabelSmoothing: train on smoothed targets."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from composerlite.types import Batch
 
 
 def smooth_labels(logits: Tensor, target: Tensor, smoothing: float = 0.1) -> Tensor:
-    """``target`` moved towards the uniform distribution (`Szegedy et al. 2016 <https://arxiv.org/abs/1512.00567>`_).
+    """Mix ``target`` with the uniform distribution (`Szegedy et al. 2016 <https://arxiv.org/abs/1512.00567>`_).
 
     Args:
         logits: shape (N, C, …); gives the number of classes and the type of the result.
-        target: class numbers of shape (N, …), or probabilities of shape (N, C, …). A negative class number is one to
-            ignore: its probabilities are all zero.
+        target: class indices of shape (N, …), or probabilities of shape (N, C, …). A negative index is ignored: all
+            probabilities are zero.
         smoothing: share of the uniform distribution, from 0 to 1.
 
     Returns:
@@ -27,22 +27,21 @@ def smooth_labels(logits: Tensor, target: Tensor, smoothing: float = 0.1) -> Ten
 
     Raises:
         ConfigError: ``smoothing`` is not from 0 to 1.
-        TrainingError: ``logits`` and ``target`` are not of these shapes, or a class number is too large.
+        TrainingError: ``logits`` and ``target`` have other shapes, or a class index is too large.
     """
     _check(smoothing)
     if logits.ndim < 2:
         raise TrainingError(
-            f"Targets of classes: the outputs have the shape {tuple(logits.shape)}: expected (N, C, …), whose second "
-            "dimension is the classes."
+            f"Targets of classes: the outputs have the shape {tuple(logits.shape)}, expected (N, C, …) with C classes."
         )
     classes = logits.shape[1]
     if target.shape == logits.shape:
         return target.to(logits.dtype) * (1 - smoothing) + smoothing / classes
     if target.is_floating_point() or target.shape != logits.shape[:1] + logits.shape[2:]:
         raise TrainingError(
-            f"Targets of classes: they have the shape {tuple(target.shape)} and the type {target.dtype}, and the "
-            f"outputs the shape {tuple(logits.shape)}: expected class numbers of shape (N, …), or probabilities of the "
-            "outputs' shape."
+            f"Targets of classes have the shape {tuple(target.shape)} and the type {target.dtype}, and the outputs the "
+            f"shape {tuple(logits.shape)}: expected class indices of shape (N, …), or probabilities of the shape of "
+            "the outputs."
         )
     known = (target >= 0).unsqueeze(1)
     try:
@@ -56,13 +55,13 @@ def smooth_labels(logits: Tensor, target: Tensor, smoothing: float = 0.1) -> Ten
 class LabelSmoothing(Algorithm):
     """Computes the loss against smoothed targets (`Szegedy et al. 2016 <https://arxiv.org/abs/1512.00567>`_).
 
-    Metrics and all that follows the loss see the batch as it was. The model's loss must take probabilities, as
-    ``soft_cross_entropy`` and ``torch.nn.functional.cross_entropy`` do.
+    Metrics see the original batch. The loss must accept probabilities, such as ``soft_cross_entropy`` and
+    ``torch.nn.functional.cross_entropy``.
 
     Args:
         smoothing: share of the uniform distribution, from 0 to 1.
-        target_key: where the targets are in a batch: an index, a key, an attribute's name, or a pair of functions, of
-            which the first gets a batch and the second a batch and new targets and returns the new batch.
+        target_key: the targets in a batch: an index, a key, the name of an attribute, or a pair of functions
+            ``get(batch)`` and ``set(batch, targets)``; ``set`` returns the new batch.
 
     Raises:
         ConfigError: ``smoothing`` is not from 0 to 1.
@@ -81,7 +80,7 @@ class LabelSmoothing(Algorithm):
         return event in (Event.BEFORE_LOSS, Event.AFTER_LOSS)
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
-        """Give the loss smoothed targets, and put the batch back afterwards.
+        """Smooth the targets before the loss, and restore the batch after the loss.
 
         Raises:
             TrainingError: the outputs or the targets are not a tensor.
@@ -92,8 +91,8 @@ class LabelSmoothing(Algorithm):
         target, outputs = self._target.read(state), state.outputs
         if not isinstance(outputs, Tensor) or not isinstance(target, Tensor):
             raise TrainingError(
-                f"LabelSmoothing needs outputs and targets that are tensors, and got {type(outputs).__name__} and "
-                f"{type(target).__name__}. The targets are batch[{self.target_key!r}]: pass another target_key?"
+                f"LabelSmoothing: expected tensors as outputs and targets, got {type(outputs).__name__} and "
+                f"{type(target).__name__}. The targets are batch[{self.target_key!r}]: pass another target_key."
             )
         self._original = state.batch
         self._target.replace(state, smooth_labels(outputs, target, self.smoothing))

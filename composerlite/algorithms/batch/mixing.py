@@ -1,4 +1,4 @@
-"""Mixing pairs of samples: what MixUp and CutMix have in common."""
+"""Base of MixUp and CutMix."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from composerlite.types import Batch
 
 
 def draw_coefficient(alpha: float) -> float:
-    """Draw from the distribution Beta(alpha, alpha); 0 for an alpha of 0, its limit.
+    """Draw from Beta(alpha, alpha); 0 for ``alpha=0``.
 
     Raises:
         ConfigError: ``alpha`` is negative.
@@ -29,17 +29,16 @@ def draw_coefficient(alpha: float) -> float:
 
 
 def draw_permutation(input: Tensor) -> Tensor:  # noqa: A002 - Composer's name
-    """Draw an order of the samples of ``input``."""
+    """Draw a permutation of the samples of ``input``."""
     return torch.randperm(input.shape[0]).to(input.device)
 
 
 class Mixing(Algorithm):
-    """Trains on samples that are each mixed with another one of their microbatch.
+    """Trains on mixtures of two samples of a microbatch.
 
-    The inputs are mixed before the forward pass, and at the loss either the targets or the losses against both. After
-    the loss the batch is what it was: metrics compare the outputs with the targets of the samples themselves.
-
-    Nothing lives on from one batch to the next but the random generators, which are in every checkpoint.
+    The inputs are mixed before the forward pass; the targets, or the losses of both targets, at the loss. After the
+    loss the batch is restored, so metrics compare the outputs with the targets of the first samples. There is no state
+    besides the random generators.
     """
 
     def __init__(self, interpolate_loss: bool, input_key: Any, target_key: Any) -> None:
@@ -54,50 +53,49 @@ class Mixing(Algorithm):
 
     @abstractmethod
     def mix_input(self, input: Tensor) -> tuple[Tensor, Tensor, float]:  # noqa: A002
-        """Return the mixed inputs, the numbers of the samples that were mixed in, and the share that those have."""
+        """Return the mixed inputs, the indices of the second samples and their share."""
 
     def mix_target(self, state: State, target: Tensor) -> Tensor:
-        """Return ``target`` mixed as the inputs were."""
+        """Return ``target`` mixed like the inputs."""
         outputs = state.outputs
         if not isinstance(outputs, Tensor) or outputs.ndim < 2:
             shape = f" of shape {tuple(outputs.shape)}" if isinstance(outputs, Tensor) else ""
             raise TrainingError(
-                f"{type(self).__name__} needs outputs that are a tensor, whose second dimension is the classes: the "
-                f"model gives a {type(outputs).__name__}{shape}. With interpolate_loss=True the losses are mixed "
-                "instead."
+                f"{type(self).__name__}: the model returned a {type(outputs).__name__}{shape}, expected a tensor (N, "
+                "C, …) with C classes. For other outputs pass interpolate_loss=True, to mix the losses."
             )
         own = smooth_labels(outputs, target, 0.0)
         return (1 - self._share) * own + self._share * own[self._partners]
 
     def check_interpolation(self, target: Tensor) -> None:
-        """Refuse a ``target`` whose losses cannot be mixed."""
+        """Raise ``TrainingError`` if the losses of ``target`` cannot be mixed."""
 
     def match(self, event: Event, state: State) -> bool:
         """Return true before the forward pass, and before and after the loss."""
         return event in (Event.BEFORE_FORWARD, Event.BEFORE_LOSS, Event.AFTER_LOSS)
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
-        """Mix the inputs; mix the targets or the losses; and put the batch back.
+        """Mix the inputs, mix the targets or the losses, and restore the batch.
 
         Raises:
-            TrainingError: inputs, targets or outputs are no tensors.
+            TrainingError: inputs, targets or outputs are not tensors.
         """
         name = type(self).__name__
         if event is Event.BEFORE_FORWARD:
             self._original = state.batch
-            mixed, self._partners, self._share = self.mix_input(self._input.tensor(state, who=name))
+            mixed, self._partners, self._share = self.mix_input(self._input.tensor(state, owner=name))
             self._input.replace(state, mixed)
         elif event is Event.BEFORE_LOSS:
             if not self.interpolate_loss:
-                self._target.replace(state, self.mix_target(state, self._target.tensor(state, who=name)))
+                self._target.replace(state, self.mix_target(state, self._target.tensor(state, owner=name)))
         else:
             if self.interpolate_loss:
                 state.loss = _sum(state.loss, 1 - self._share, self._loss_of_partners(state), self._share)
             state.batch, self._original = self._original, None
 
     def _loss_of_partners(self, state: State) -> Any:
-        """Return the loss against the targets of the samples that were mixed in."""
-        target = self._target.tensor(state, who=type(self).__name__)
+        """Return the loss against the targets of the second samples."""
+        target = self._target.tensor(state, owner=type(self).__name__)
         self.check_interpolation(target)
         self._target.replace(state, target[self._partners])
         model: Any = state.model
@@ -106,7 +104,7 @@ class Mixing(Algorithm):
 
 
 def _sum(one: Any, weight: float, other: Any, other_weight: float) -> Any:
-    """Return the weighted sum of two losses of one form."""
+    """Return the weighted sum of two losses with the same structure."""
     if isinstance(one, Mapping):
         return {name: _sum(value, weight, other[name], other_weight) for name, value in one.items()}
     if isinstance(one, Sequence):

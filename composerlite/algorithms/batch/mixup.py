@@ -1,4 +1,4 @@
-"""MixUp: train on weighted means of two samples each."""
+"""MixUp: train on weighted means of two samples."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ def mixup_batch(
     alpha: float = 0.2,
     indices: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, float]:
-    """Mix each sample with another one of the batch (`Zhang et al. 2018 <https://arxiv.org/abs/1710.09412>`_).
+    """Mix each sample with another sample of the batch (`Zhang et al. 2018 <https://arxiv.org/abs/1710.09412>`_).
 
     Args:
         input: shape (N, …).
         target: shape (N, …).
-        mixing: weight of the other sample, from 0 to 1. By default it is drawn from Beta(alpha, alpha), and the smaller
-            one of the two weights taken, so that the first sample is the main one.
-        alpha: of that distribution; the larger, the more alike are the weights.
-        indices: number of the other sample, of each; drawn by default.
+        mixing: weight of the other sample, from 0 to 1. By default a weight is drawn from Beta(alpha, alpha), and the
+            other sample gets the smaller weight.
+        alpha: parameter of the distribution; larger values give more equal weights.
+        indices: index of the other sample, for each sample; drawn by default.
 
     Returns:
         ``(1 - mixing) * input + mixing * input[indices]``, ``target[indices]`` and ``mixing``.
@@ -46,19 +46,19 @@ def mixup_batch(
 
 @final
 class MixUp(Mixing):
-    """Trains on weighted means of two samples each (`Zhang et al. 2018 <https://arxiv.org/abs/1710.09412>`_).
+    """Trains on weighted means of two samples (`Zhang et al. 2018 <https://arxiv.org/abs/1710.09412>`_).
 
-    Every microbatch draws one weight from Beta(alpha, alpha) and an order of its samples. The model's loss must take
-    probabilities, as ``soft_cross_entropy`` and ``torch.nn.functional.cross_entropy`` do, or be interpolated. Metrics
-    see the targets of the sample with the larger weight.
+    For each microbatch, one weight from Beta(alpha, alpha) and a permutation are drawn. The loss must accept
+    probabilities, such as ``soft_cross_entropy`` and ``torch.nn.functional.cross_entropy``, or ``interpolate_loss``
+    must be true. Metrics see the targets of the samples with the larger weight.
 
     Args:
-        alpha: of the distribution; the larger, the more alike are the weights. 0 mixes nothing.
-        interpolate_loss: mix the losses against the targets of both rather than the targets. It is the same where the
-            loss is linear in the targets, as cross entropy is.
-        input_key: where the inputs are in a batch: an index, a key, an attribute's name, or a pair of functions, of
-            which the first gets a batch and the second a batch and new inputs and returns the new batch.
-        target_key: where the targets are.
+        alpha: parameter of the distribution; larger values give more equal weights. 0 mixes nothing.
+        interpolate_loss: mix the losses of both targets instead of the targets. The result is the same for losses
+            linear in the targets, such as cross entropy.
+        input_key: the inputs in a batch: an index, a key, the name of an attribute, or a pair of functions
+            ``get(batch)`` and ``set(batch, inputs)``; ``set`` returns the new batch.
+        target_key: the targets in a batch, like ``input_key``.
 
     Raises:
         ConfigError: ``alpha`` is negative.
@@ -74,5 +74,5 @@ class MixUp(Mixing):
         self.alpha = alpha
 
     def mix_input(self, input: Tensor) -> tuple[Tensor, Tensor, float]:  # noqa: A002
-        """Return the means, the numbers of the second samples and their weight."""
+        """Return the means, the indices of the second samples and their weight."""
         return mixup_batch(input, torch.arange(len(input), device=input.device), alpha=self.alpha)

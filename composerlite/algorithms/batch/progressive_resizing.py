@@ -1,4 +1,4 @@
-"""ProgressiveResizing: train on small images first."""
+"""ProgressiveResizing: start training with small images."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ def resize_batch(
     Args:
         input: images of shape (N, C, H, W).
         target: shape (N, …); masks of shape (N, H', W') or (N, C', H', W') with ``resize_targets``.
-        scale_factor: of height and width; 1 and more leaves the images as they are.
-        mode: ``'resize'`` takes the nearest pixels, ``'crop'`` a part of the image, at a place that is drawn.
-        resize_targets: make the targets smaller in the same way.
+        scale_factor: factor for height and width; 1 or more changes nothing.
+        mode: ``'resize'`` takes the nearest pixels, ``'crop'`` a random part of the image.
+        resize_targets: resize the targets, too.
 
     Returns:
         Images and targets.
 
     Raises:
-        ConfigError: another mode, or targets without height and width.
+        ConfigError: the mode is unknown, or the targets have no height and width.
         TrainingError: ``input`` has no height and width.
     """
-    image_size(input, who="ProgressiveResizing")
+    image_size(input, owner="ProgressiveResizing")
     if mode not in _MODES:
-        raise ConfigError(f"mode={mode!r} does not exist.{did_you_mean(mode, _MODES)}")
+        raise ConfigError(f"mode={mode!r} is unknown.{did_you_mean(mode, _MODES)}")
     if resize_targets and target.ndim < 3:
         raise ConfigError(
             f"resize_targets=True: the targets, of shape {tuple(target.shape)}, have no height and width."
@@ -56,25 +56,25 @@ def resize_batch(
 
 @final
 class ProgressiveResizing(Algorithm):
-    """Trains on small images first (`Howard & Gugger 2020 <https://arxiv.org/abs/2002.04688>`_, fastai).
+    """Starts training with small images (`Howard & Gugger 2020 <https://arxiv.org/abs/2002.04688>`_, fastai).
 
-    The size grows linearly from ``delay_fraction`` of training on, and is the full one for the last
-    ``finetune_fraction``. The model must take images of any size. Logged are ``progressive_resizing/height``,
+    The size grows linearly after ``delay_fraction`` of training, up to the full size for the last
+    ``finetune_fraction``. The model must accept images of any size. Logs ``progressive_resizing/height``,
     ``progressive_resizing/width`` and ``progressive_resizing/scale_factor``.
 
     Args:
-        mode: ``'resize'`` takes the nearest pixels, ``'crop'`` a part of the image, at a place that is drawn.
-        initial_scale: height and width at first, as fractions of the full ones.
-        finetune_fraction: part of training, at its end, with images of full size.
-        delay_fraction: part of training, at its start, with images of the first size.
+        mode: ``'resize'`` takes the nearest pixels, ``'crop'`` a random part of the image.
+        initial_scale: first height and width, as a fraction of the full size.
+        finetune_fraction: fraction of training at the end with full images.
+        delay_fraction: fraction of training at the start with images of the first size.
         size_increment: widths are multiples of this number of pixels.
-        resize_targets: make the targets smaller in the same way: masks, for example.
-        input_key: where the images are in a batch: an index, a key, an attribute's name, or a pair of functions, of
-            which the first gets a batch and the second a batch and new images and returns the new batch.
-        target_key: where the targets are.
+        resize_targets: resize the targets (masks), too.
+        input_key: the images in a batch: an index, a key, the name of an attribute, or a pair of functions
+            ``get(batch)`` and ``set(batch, images)``; ``set`` returns the new batch.
+        target_key: the targets in a batch, like ``input_key``.
 
     Raises:
-        ConfigError: values that mean nothing.
+        ConfigError: a value is out of range.
     """
 
     @checked_arguments
@@ -90,7 +90,7 @@ class ProgressiveResizing(Algorithm):
         target_key: Any = 1,
     ) -> None:
         if mode not in _MODES:
-            raise ConfigError(f"ProgressiveResizing(mode={mode!r}) does not exist.{did_you_mean(mode, _MODES)}")
+            raise ConfigError(f"ProgressiveResizing(mode={mode!r}) is unknown.{did_you_mean(mode, _MODES)}")
         for name, value in (
             ("initial_scale", initial_scale),
             ("finetune_fraction", finetune_fraction),
@@ -101,7 +101,7 @@ class ProgressiveResizing(Algorithm):
         if delay_fraction + finetune_fraction > 1:
             raise ConfigError(
                 f"ProgressiveResizing(delay_fraction={delay_fraction}, finetune_fraction={finetune_fraction}): "
-                "together they are more than the whole of training."
+                "expected a sum of at most 1."
             )
         if size_increment < 1:
             raise ConfigError(
@@ -123,15 +123,15 @@ class ProgressiveResizing(Algorithm):
         return event is Event.AFTER_DATALOADER
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
-        """Make the images of the batch as small as they are to be now.
+        """Resize the images of the batch.
 
         Raises:
-            TrainingError: the inputs are no images, or the targets no tensor.
+            TrainingError: the inputs are not images, or the targets not a tensor.
         """
-        images = self._input.tensor(state, who="ProgressiveResizing")
-        targets = self._target.tensor(state, who="ProgressiveResizing")
+        images = self._input.tensor(state, owner="ProgressiveResizing")
+        targets = self._target.tensor(state, owner="ProgressiveResizing")
         scale = self.scale(span(_TRAINING, state).fraction)
-        _, width = image_size(images, who="ProgressiveResizing")
+        _, width = image_size(images, owner="ProgressiveResizing")
         whole = max(1, round(width * scale / self.size_increment)) * self.size_increment
         images, resized = resize_batch(images, targets, whole / width, self.mode, self.resize_targets)
         self._input.replace(state, images)
@@ -147,7 +147,7 @@ class ProgressiveResizing(Algorithm):
         )
 
     def scale(self, done: float) -> float:
-        """Scale of height and width when this fraction of training is ``done``."""
+        """Return the scale of height and width after the fraction ``done`` of training."""
         growing = 1 - self.finetune_fraction - self.delay_fraction
         if done < self.delay_fraction:
             return self.initial_scale
@@ -156,7 +156,7 @@ class ProgressiveResizing(Algorithm):
 
 
 def _shrunk(images: Tensor, scale: float) -> Tensor:
-    """Return images or masks of the nearest pixels."""
+    """Resize images or masks to the nearest pixels."""
     size = [max(1, int(side * scale + 1e-6)) for side in images.shape[-2:]]  # 1e-6: 0.7 of 10 is 7
     flat = images if images.ndim == 4 else images.reshape(-1, 1, *images.shape[-2:])
     shrunk = F.interpolate(flat.float(), size=size, mode="nearest").to(images.dtype)
@@ -164,7 +164,7 @@ def _shrunk(images: Tensor, scale: float) -> Tensor:
 
 
 def _cropped(images: Tensor, scale: float, places: list[float]) -> Tensor:
-    """Return a part of images or masks, whose first row and column are given by ``places``, from 0 to 1."""
+    """Crop images or masks. ``places`` gives the first row and column as fractions."""
     cuts: list[slice] = []
     for side, place in zip(images.shape[-2:], places, strict=True):
         length = max(1, int(side * scale + 1e-6))

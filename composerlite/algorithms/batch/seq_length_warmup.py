@@ -1,4 +1,4 @@
-"""SeqLengthWarmup: train on short sequences first."""
+"""SeqLengthWarmup: start training with short sequences."""
 
 from __future__ import annotations
 
@@ -24,22 +24,21 @@ def set_batch_sequence_length(
 
     Args:
         batch: tensors of shape (N, S, …) by name.
-        curr_seq_len: length of its sequences afterwards, at most.
-        truncate: cut sequences off. Otherwise tensors of shape (N, S) are cut into more sequences, and what is
-            left over at the end is not used.
-        preserve_end_of_sequence: the last token of each sequence that ``attention_mask`` shows becomes the last one of
-            what is left of it. Only with ``truncate``.
+        curr_seq_len: maximum length of the sequences.
+        truncate: truncate sequences. Otherwise tensors of shape (N, S) are split into more sequences, and the remainder
+            is dropped.
+        preserve_end_of_sequence: copy the last token of each sequence, by ``attention_mask``, to the end of the
+            truncated sequence. Only with ``truncate``.
 
     Returns:
-        A batch of the same kind; ``batch`` itself, if it is short enough.
+        A batch of the same type; ``batch`` without a change if the sequences are short enough.
 
     Raises:
-        TrainingError: the batch is no mapping of such tensors, or lacks ``attention_mask`` or ``input_ids`` where they
-            are needed.
+        TrainingError: the batch is not a mapping of such tensors, or a needed ``attention_mask`` is missing.
     """
-    if not isinstance(batch, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] - what a loader gives
+    if not isinstance(batch, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] - a loader may return any type
         raise TrainingError(
-            f"sequence length: the batch is a {type(batch).__name__}: expected a mapping of tensors, such as "
+            f"sequence length: the batch is a {type(batch).__name__}, expected a mapping of tensors, such as "
             "{'input_ids': …}."
         )
     length = next((value.shape[1] for value in batch.values() if _dimensions(value) > 1), 0)
@@ -50,8 +49,8 @@ def set_batch_sequence_length(
         if dimensions < 2 or value.shape[1] != length or not (truncate or dimensions == 2):
             found = f"has the shape {tuple(value.shape)}" if dimensions else f"is a {type(value).__name__}"
             raise TrainingError(
-                f"sequence length: batch[{name!r}] {found}: expected (N, {length}"
-                f"{', …' if truncate else ''}) of every tensor in the batch."
+                f"sequence length: batch[{name!r}] {found}, expected (N, {length}{', …' if truncate else ''}) for "
+                "every tensor in the batch."
             )
     if truncate:
         new = {name: value[:, :curr_seq_len].contiguous() for name, value in batch.items()}
@@ -71,8 +70,7 @@ def _dimensions(value: Any) -> int:
 def _move_ends(batch: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
     if "attention_mask" not in batch:
         raise TrainingError(
-            f"preserve_end_of_sequence=True: the batch has {', '.join(batch)} and no attention_mask, which says where "
-            "its sequences end."
+            f"preserve_end_of_sequence=True needs attention_mask in the batch, found {', '.join(batch)}."
         )
     last = batch["attention_mask"].sum(dim=1).long().clamp(min=1) - 1
     rows = torch.arange(len(last), device=last.device)
@@ -87,21 +85,21 @@ def _in_more_rows(value: Tensor, length: int) -> Tensor:
 
 @final
 class SeqLengthWarmup(Algorithm):
-    """Trains on short sequences first (`Li et al. 2022 <https://arxiv.org/abs/2108.06084>`_).
+    """Starts training with short sequences (`Li et al. 2022 <https://arxiv.org/abs/2108.06084>`_).
 
-    The length grows linearly with the batches, in steps of ``step_size``, and is ``max_seq_length`` from ``duration``
-    on. Time counts the tokens that the loader gives, those that are cut off included.
+    The length grows linearly in steps of ``step_size`` from ``min_seq_length``, up to ``max_seq_length`` at
+    ``duration``. Token counts of the run include the removed tokens.
 
     Args:
-        duration: part of training in which the length grows, from 0 to 1.
-        min_seq_length: the length at first.
-        max_seq_length: the length at last.
-        step_size: the length is a multiple of it more than ``min_seq_length``; best a multiple of 8.
-        truncate: cut sequences off. Otherwise they are cut into more sequences.
-        preserve_end_of_sequence: keep the last token of each sequence; needs ``attention_mask``, and ``truncate``.
+        duration: fraction of training in which the length grows.
+        min_seq_length: first length.
+        max_seq_length: final length.
+        step_size: step of the length; a multiple of 8 is best.
+        truncate: truncate sequences. Otherwise sequences are split into more sequences.
+        preserve_end_of_sequence: keep the last token of each sequence; needs ``attention_mask`` and ``truncate``.
 
     Raises:
-        ConfigError: values that mean nothing.
+        ConfigError: a value is out of range.
     """
 
     @checked_arguments
@@ -115,11 +113,11 @@ class SeqLengthWarmup(Algorithm):
         preserve_end_of_sequence: bool = False,
     ) -> None:
         if not 0 <= duration <= 1:
-            raise ConfigError(f"SeqLengthWarmup(duration={duration}): expected a part of training, from 0 to 1.")
+            raise ConfigError(f"SeqLengthWarmup(duration={duration}): expected a fraction of training, from 0 to 1.")
         if not 1 <= min_seq_length <= max_seq_length:
             raise ConfigError(
                 f"SeqLengthWarmup(min_seq_length={min_seq_length}, max_seq_length={max_seq_length}): expected 1 or "
-                "more, and the second not less than the first."
+                "more, and a maximum of at least the minimum."
             )
         if step_size < 1:
             raise ConfigError(f"SeqLengthWarmup(step_size={step_size}): expected a number of tokens, 1 or more.")
@@ -139,7 +137,7 @@ class SeqLengthWarmup(Algorithm):
         """Shorten the sequences of the batch.
 
         Raises:
-            TrainingError: see :func:`set_batch_sequence_length`.
+            TrainingError: the batch is not a mapping of sequences.
         """
         length = self.length(span(self._growing, state).fraction)
         batch = cast("Mapping[str, Tensor]", state.batch)
@@ -147,7 +145,7 @@ class SeqLengthWarmup(Algorithm):
         logger.log_metrics({"seq_length_warmup/curr_seq_len": length, "seq_length_warmup/curr_bs": _rows(state.batch)})
 
     def length(self, grown: float) -> int:
-        """Length of sequences when this fraction of the time in which they grow has passed."""
+        """Return the length after the fraction ``grown`` of the warmup."""
         if grown >= 1:
             return self.max_seq_length
         more = int((self.max_seq_length - self.min_seq_length) * grown)

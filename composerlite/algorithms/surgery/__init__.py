@@ -1,1 +1,1 @@
-"""Algorithms that change the model when the trainer is built."""
+"""Algorithms that change the model during the construction of the trainer."""

@@ -1,4 +1,4 @@
-"""BlurPool: anti-aliased downsampling, put into a model in place of its strided layers."""
+"""BlurPool: replace strided layers by anti-aliased layers."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ log = logging.getLogger(__name__)
 
 @final
 class BlurConv2d(nn.Module):
-    """A convolution whose downsampling is anti-aliased (`Zhang 2019 <https://arxiv.org/abs/1904.11486>`_).
+    """A strided convolution with anti-aliased downsampling (`Zhang 2019 <https://arxiv.org/abs/1904.11486>`_).
 
-    The output has the shape that ``conv`` alone would give.
+    The output has the same shape as the output of ``conv``.
 
     Args:
-        conv: a strided convolution; it is taken over as it is, parameters and hooks included.
-        blur_first: blur the input of ``conv``, which costs next to nothing; else let ``conv`` go without stride and
-            blur while downsampling, as in the paper, which costs the square of the stride.
+        conv: a strided convolution, used with its parameters and hooks.
+        blur_first: blur the input of ``conv``, at little cost. Otherwise ``conv`` has no stride and the output is
+            blurred while downsampling, as in the paper; ``conv`` then costs more by the square of the stride.
     """
 
     blur_filter: Tensor
@@ -40,7 +40,7 @@ class BlurConv2d(nn.Module):
         self.register_buffer("blur_filter", _binomial_filter(like=conv.weight).repeat(channels, 1, 1, 1))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, C_in, H, W) to (N, C_out, H', W'), or both without N."""
+        """Map (N, C_in, H, W) to (N, C_out, H', W'), or both without N."""
         if self.blur_first:
             return self.conv(_blur(x, self.blur_filter))
         return _blur(self.conv(x), self.blur_filter, stride=self.blur_stride)
@@ -48,13 +48,13 @@ class BlurConv2d(nn.Module):
 
 @final
 class BlurMaxPool2d(nn.Module):
-    """Max pooling whose downsampling is anti-aliased (`Zhang 2019 <https://arxiv.org/abs/1904.11486>`_).
+    """Max pooling with anti-aliased downsampling (`Zhang 2019 <https://arxiv.org/abs/1904.11486>`_).
 
-    The maximum is taken at every place, and the result is blurred while downsampling. The output has the shape that
-    ``pool`` alone would give.
+    Pools without stride, and blurs the result while downsampling. The output has the same shape as the output of
+    ``pool``.
 
     Args:
-        pool: what it replaces.
+        pool: the layer to replace.
     """
 
     filt2d: Tensor
@@ -68,12 +68,12 @@ class BlurMaxPool2d(nn.Module):
         self.register_buffer("filt2d", _binomial_filter(like=torch.empty(0)))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, C, H, W) to (N, C, H', W'), or both without N."""
+        """Map (N, C, H, W) to (N, C, H', W'), or both without N."""
         maxima = F.max_pool2d(x, self.kernel_size, stride=1, padding=self.padding, dilation=self.dilation)
         return _blur(maxima, self.filt2d.expand(x.shape[-3], 1, 3, 3), stride=self.stride)
 
     def extra_repr(self) -> str:
-        """Text in the parentheses when the model is printed."""
+        """Return the arguments, for printing."""
         return f"kernel_size={self.kernel_size}, stride={self.stride}, padding={self.padding}, dilation={self.dilation}"
 
 
@@ -84,17 +84,17 @@ def apply_blurpool(
     blur_first: bool = True,
     min_channels: int = 16,
 ) -> nn.Module:
-    """Replace the strided convolutions and max poolings within ``model``, in place.
+    """Replace the strided convolutions and max poolings in ``model``, in place.
 
-    Parameters stay the same objects, so an optimizer that was built before continues to train them. What was replaced
-    already stays as it is. Poolings with ``return_indices`` or ``ceil_mode`` have no anti-aliased form and are left.
+    Parameters stay the same objects, so an existing optimizer stays valid. A second call replaces nothing. Poolings
+    with ``return_indices`` or ``ceil_mode`` are not replaced.
 
     Args:
-        model: the model. It cannot itself be the layer to replace.
+        model: the model. The layers are replaced inside the model.
         replace_convs: replace :class:`torch.nn.Conv2d` with a stride above 1.
         replace_maxpools: replace :class:`torch.nn.MaxPool2d` with a stride above 1.
-        blur_first: see :class:`BlurConv2d`.
-        min_channels: leave convolutions with fewer input channels, such as the first of a network.
+        blur_first: blur the input of convolutions, see :class:`BlurConv2d`.
+        min_channels: keep convolutions with fewer input channels, such as the first layer.
 
     Returns:
         ``model``.
@@ -109,7 +109,7 @@ def apply_blurpool(
                 new[module] = BlurConv2d(module, blur_first=blur_first).train(module.training)
         elif replace_maxpools and isinstance(module, nn.MaxPool2d) and _is_strided(module) and _is_plain(module):
             new[module] = BlurMaxPool2d(module).to(_like_weights(model)).train(module.training)
-    # A layer that is used in two places has two names and stays one layer.
+    # A layer used in two places has two names.
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if module in new:
             model.set_submodule(name, new[module])
@@ -118,15 +118,19 @@ def apply_blurpool(
 
 @final
 class BlurPool(Algorithm):
-    """Anti-aliased downsampling (`Zhang 2019 <https://arxiv.org/abs/1904.11486>`_), applied when the trainer is built.
+    """Makes downsampling anti-aliased, at the construction of the trainer (`Zhang 2019
+    <https://arxiv.org/abs/1904.11486>`_).
 
-    A checkpoint of such a model fits only such a model: loading one applies the algorithm first if it has to.
+    Names of layers change. Loading a checkpoint saved with BlurPool applies BlurPool first if necessary.
 
     Args:
-        replace_convs, replace_maxpools, blur_first, min_channels: see :func:`apply_blurpool`.
+        replace_convs: replace convolutions with a stride above 1.
+        replace_maxpools: replace max poolings with a stride above 1.
+        blur_first: blur the input of convolutions, see :class:`BlurConv2d`.
+        min_channels: keep convolutions with fewer input channels.
 
     Raises:
-        ConfigError: there is nothing to replace.
+        ConfigError: both ``replace_convs`` and ``replace_maxpools`` are false.
     """
 
     @checked_arguments
@@ -139,7 +143,8 @@ class BlurPool(Algorithm):
     ) -> None:
         if not (replace_convs or replace_maxpools):
             raise ConfigError(
-                "BlurPool(replace_convs=False, replace_maxpools=False) would do nothing: leave it out, or replace one."
+                "BlurPool(replace_convs=False, replace_maxpools=False) has no effect. Pass one as True, or remove "
+                "BlurPool."
             )
         self.replace_convs = replace_convs
         self.replace_maxpools = replace_maxpools
@@ -148,11 +153,11 @@ class BlurPool(Algorithm):
 
     @staticmethod
     def required_on_load() -> bool:
-        """Yes: layers have other names."""
+        """Return true: the names of layers change."""
         return True
 
     def config(self) -> dict[str, Any]:
-        """The constructor's arguments."""
+        """Return the arguments of the constructor."""
         return self._arguments()
 
     def match(self, event: Event, state: State) -> bool:
@@ -160,19 +165,19 @@ class BlurPool(Algorithm):
         return event is Event.INIT
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
-        """Replace the layers and say how many there are."""
+        """Replace the layers and log their number."""
         apply_blurpool(state.model, **self.config())
         convs = sum(isinstance(module, BlurConv2d) for module in state.model.modules())
         pools = sum(isinstance(module, BlurMaxPool2d) for module in state.model.modules())
         logger.log_hyperparameters({"blurpool/num_blurconv_layers": convs, "blurpool/num_blurpool_layers": pools})
         if convs + pools == 0:
-            log.warning("%r changed nothing: the model has no strided layer that it replaces", self)
+            log.warning("%r has no effect: the model has no such strided layers", self)
         else:
             log.info("%r: the model has %d anti-aliased convolutions and %d poolings", self, convs, pools)
 
 
 def _binomial_filter(*, like: Tensor) -> Tensor:
-    """The 3 × 3 filter 1-2-1, of sum 1. Shape (1, 1, 3, 3), type and device of ``like``."""
+    """Return the 3 × 3 filter 1-2-1 with sum 1, of shape (1, 1, 3, 3), with type and device of ``like``."""
     row = torch.tensor([1.0, 2.0, 1.0], device=like.device, dtype=like.dtype) / 4
     return (row[:, None] * row[None, :])[None, None]
 
@@ -194,5 +199,5 @@ def _pair(value: int | tuple[int, ...]) -> tuple[int, int]:
 
 
 def _like_weights(model: nn.Module) -> Tensor:
-    """A tensor of the type and on the device of the model's weights."""
+    """Return a tensor with the type and device of the model's weights."""
     return next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))

@@ -1,4 +1,4 @@
-"""ChannelsLast: keep the weights of convolutions in the order of memory that tensor cores want."""
+"""ChannelsLast: store the weights of convolutions in the memory format of tensor cores."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from composerlite.core import Algorithm, Event, Logger, State
 def apply_channels_last(model: nn.Module) -> nn.Module:
     """Convert the four-dimensional weights of ``model`` to the memory format channels-last, in place.
 
-    Activations take the format of the weights: `memory format
-    <https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html>`_. Names, shapes and numbers stay.
+    Activations follow the `memory format
+    <https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html>`_ of the weights. Names, shapes and
+    values do not change.
 
     Returns:
         ``model``.
     """
-    return model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue] - torch's stub lacks it
+    return model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue] - missing in the stub of torch
 
 
 @final
 class ChannelsLast(Algorithm):
-    """Converts the model's weights to the memory format channels-last, when the trainer is built.
+    """Converts the weights of the model to the memory format channels-last, at the construction of the trainer.
 
-    Convolutions on GPUs are then faster, in mixed precision above all (`PyTorch's tutorial
+    Convolutions on GPUs become faster, mainly in mixed precision (`PyTorch's tutorial
     <https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html>`_). Checkpoints fit models with and
-    without it.
+    without this algorithm.
     """
 
     def match(self, event: Event, state: State) -> bool:
@@ -36,5 +37,5 @@ class ChannelsLast(Algorithm):
         return event is Event.INIT
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
-        """Change the order of memory."""
+        """Convert the weights."""
         apply_channels_last(state.model)

@@ -1,4 +1,4 @@
-"""LowPrecisionLayerNorm and LowPrecisionGroupNorm: norms that compute in the precision of the rest of the model."""
+"""LowPrecisionLayerNorm and LowPrecisionGroupNorm: compute norms in the type of autocast."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _EVENTS = (Event.INIT, Event.BEFORE_LOAD, Event.AFTER_LOAD)
 
 
 class LPLayerNorm(nn.LayerNorm):
-    """Layer norm (`Ba et al. 2016 <https://arxiv.org/abs/1607.06450>`_) in the type that autocast has chosen.
+    """Layer norm (`Ba et al. 2016 <https://arxiv.org/abs/1607.06450>`_) in the type of autocast.
 
-    Autocast itself gives norms float32, and the layer behind one converts the result back.
+    By default autocast computes norms in float32, and the next layer converts the result.
     """
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - as in torch
-        """(N, …, shape) to the same, in the type of autocast; without autocast as torch does."""
+        """Normalize (N, …, shape), in the type of autocast if enabled."""
         dtype = _autocast_type(input)
         x, weight, bias = _cast(input, dtype), _cast(self.weight, dtype), _cast(self.bias, dtype)
         with torch.autocast(input.device.type, enabled=False):
@@ -34,10 +34,10 @@ class LPLayerNorm(nn.LayerNorm):
 
 
 class LPGroupNorm(nn.GroupNorm):
-    """Group norm (`Wu & He 2018 <https://arxiv.org/abs/1803.08494>`_) in the type that autocast has chosen."""
+    """Group norm (`Wu & He 2018 <https://arxiv.org/abs/1803.08494>`_) in the type of autocast."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - as in torch
-        """(N, C, …) to the same, in the type of autocast; without autocast as torch does."""
+        """Normalize (N, C, …), in the type of autocast if enabled."""
         dtype = _autocast_type(input)
         x, weight, bias = _cast(input, dtype), _cast(self.weight, dtype), _cast(self.bias, dtype)
         with torch.autocast(input.device.type, enabled=False):
@@ -49,14 +49,14 @@ def apply_low_precision_layernorm(
     precision: Precision | str | None = None,
     optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
 ) -> nn.Module:
-    """Make the layer norms of ``model`` compute in autocast's dtype, in place.
+    """Compute the layer norms of ``model`` in the type of autocast, in place.
 
-    Parameters stay the same objects, so an optimizer that was built before continues to train them.
+    Parameters stay the same objects, so an existing optimizer stays valid.
 
     Args:
         model: the model.
-        precision: of training; with ``'fp32'`` it changes nothing, and a warning says so.
-        optimizers: not needed, and accepted for Composer's scripts.
+        precision: precision of training. With ``'fp32'`` there is no effect, and a warning is logged.
+        optimizers: ignored; accepted for scripts of Composer.
 
     Returns:
         ``model``.
@@ -69,14 +69,14 @@ def apply_low_precision_groupnorm(
     precision: Precision | str | None = None,
     optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
 ) -> nn.Module:
-    """Make the group norms of ``model`` compute in autocast's dtype, in place.
+    """Compute the group norms of ``model`` in the type of autocast, in place.
 
-    Parameters stay the same objects, so an optimizer that was built before continues to train them.
+    Parameters stay the same objects, so an existing optimizer stays valid.
 
     Args:
         model: the model.
-        precision: of training; with ``'fp32'`` it changes nothing, and a warning says so.
-        optimizers: not needed, and accepted for Composer's scripts.
+        precision: precision of training. With ``'fp32'`` there is no effect, and a warning is logged.
+        optimizers: ignored; accepted for scripts of Composer.
 
     Returns:
         ``model``.
@@ -85,7 +85,7 @@ def apply_low_precision_groupnorm(
 
 
 class LowPrecisionNorm(Algorithm):
-    """Makes norms of a kind compute in autocast's dtype."""
+    """Base of algorithms that compute norms in the type of autocast."""
 
     @checked_arguments
     def __init__(self, apply_at: Event | str = Event.INIT) -> None:
@@ -103,39 +103,39 @@ class LowPrecisionNorm(Algorithm):
 
 @final
 class LowPrecisionLayerNorm(LowPrecisionNorm):
-    """Makes layer norms (`Ba et al. 2016 <https://arxiv.org/abs/1607.06450>`_) compute in autocast's dtype.
+    """Computes layer norms (`Ba et al. 2016 <https://arxiv.org/abs/1607.06450>`_) in the type of autocast.
 
-    In mixed precision torch computes them in float32 and converts the result, which takes memory and time. Weights stay
-    in float32. Checkpoints fit models with and without it. In ``fp32`` it changes nothing.
+    In mixed precision torch computes norms in float32 and converts the result, at the cost of memory and time. The
+    weights stay in float32. Checkpoints fit models with and without this algorithm. No effect in ``fp32``.
 
     Args:
-        apply_at: the event: ``'init'``, ``'before_load'`` or ``'after_load'``.
+        apply_at: event of the change: ``'init'``, ``'before_load'`` or ``'after_load'``.
 
     Raises:
-        ConfigError: another event.
+        ConfigError: ``apply_at`` is another event.
     """
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
-        """Make the layer norms compute in autocast's dtype."""
+        """Change the layer norms."""
         apply_low_precision_layernorm(state.model, state.precision)
 
 
 @final
 class LowPrecisionGroupNorm(LowPrecisionNorm):
-    """Makes group norms (`Wu & He 2018 <https://arxiv.org/abs/1803.08494>`_) compute in autocast's dtype.
+    """Computes group norms (`Wu & He 2018 <https://arxiv.org/abs/1803.08494>`_) in the type of autocast.
 
-    In mixed precision torch computes them in float32 and converts the result, which takes memory and time. Weights stay
-    in float32. Checkpoints fit models with and without it. In ``fp32`` it changes nothing.
+    In mixed precision torch computes norms in float32 and converts the result, at the cost of memory and time. The
+    weights stay in float32. Checkpoints fit models with and without this algorithm. No effect in ``fp32``.
 
     Args:
-        apply_at: the event: ``'init'``, ``'before_load'`` or ``'after_load'``.
+        apply_at: event of the change: ``'init'``, ``'before_load'`` or ``'after_load'``.
 
     Raises:
-        ConfigError: another event.
+        ConfigError: ``apply_at`` is another event.
     """
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
-        """Make the group norms compute in autocast's dtype."""
+        """Change the group norms."""
         apply_low_precision_groupnorm(state.model, state.precision)
 
 
@@ -144,13 +144,13 @@ def _replace(
 ) -> nn.Module:
     found = [module for module in model.modules() if type(module) is old]
     for module in found:
-        module.__class__ = new  # it adds no state, and hooks, parameters and names stay
+        module.__class__ = new  # keeps hooks, parameters and names
     if precision is not None and Precision(precision) is Precision.FP32:
-        log.warning("%s has no effect in fp32: there is no lower precision to compute in", new.__name__)
+        log.warning("%s has no effect in fp32", new.__name__)
     elif not found:
         log.warning("%s has no effect: the model has no %s", new.__name__, old.__name__)
     else:
-        log.info("the model has %d norms of the class %s", len(found), new.__name__)
+        log.info("replaced %d norms by %s", len(found), new.__name__)
     return model
 
 

@@ -1,4 +1,4 @@
-"""NoOpModel: train nothing, to see how fast the data comes."""
+"""NoOpModel: replace the model to measure the speed of data loading."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 
 
 @final
-class _NothingToLearn(nn.Module):
-    """Takes any batch. Has one weight, whose gradient is always zero, and no metrics."""
+class _TrivialModel(nn.Module):
+    """Accepts any batch. Has one weight with zero gradient, and no metrics."""
 
     def __init__(self, device: Device) -> None:
         super().__init__()
@@ -45,10 +45,10 @@ class _NothingToLearn(nn.Module):
 
 @final
 class NoOpModel(Algorithm):
-    """Replaces the model, when the trainer is built, by one that costs nothing and learns nothing from any batch.
+    """Replaces the model by a trivial model without cost, at the construction of the trainer.
 
-    What remains of the time of a step is the loader's and the trainer's own. There are no metrics. Optimizers keep
-    their settings and get the one weight of the new model.
+    The remaining time of a step is the time of the data loader and the trainer. There are no metrics. Optimizers keep
+    their settings and get the single weight of the new model.
     """
 
     def match(self, event: Event, state: State) -> bool:
@@ -57,10 +57,10 @@ class NoOpModel(Algorithm):
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         """Replace the model, and the parameters in the optimizers."""
-        model = _NothingToLearn(state.device)
+        model = _TrivialModel(state.device)
         for optimizer in state.optimizers:
             optimizer.state.clear()
             for index, group in enumerate(optimizer.param_groups):
                 group["params"] = list(model.parameters()) if index == 0 else []
         state.model = model
-        log.info("NoOpModel: the model was replaced by one that learns nothing")
+        log.info("NoOpModel: replaced the model")

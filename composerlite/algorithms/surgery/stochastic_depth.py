@@ -1,4 +1,4 @@
-"""StochasticDepth: leave residual blocks out at random while training."""
+"""StochasticDepth: skip residual blocks at random in training."""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ def apply_stochastic_depth(
 ) -> nn.Module:
     """Skip residual blocks of ``model`` at random (`Huang et al. 2016 <https://arxiv.org/abs/1603.09382>`_).
 
-    While training, ``x + f(x)`` is ``x`` with the block's drop rate; in evaluation it is ``x + (1 - rate) f(x)``. Names
-    and parameters stay.
+    In training, ``x + f(x)`` becomes ``x`` with the probability ``rate`` of the block; in evaluation
+    ``x + (1 - rate) f(x)``. Names and parameters do not change.
 
     Args:
-        model: with residual blocks whose parts are called as torchvision calls them: ``conv1``, ``bn1``, …, ``relu``,
+        model: a model with residual blocks, with the names of torchvision: ``conv1``, ``bn1``, …, ``relu``,
             ``downsample``.
         target_layer_name: ``'ResNetBottleneck'`` or ``'ResNetBasicBlock'``: blocks of the class ``Bottleneck`` or
             ``BasicBlock``.
-        stochastic_method: ``'block'`` leaves a block out for all samples of a microbatch, and does not compute it;
-            ``'sample'`` draws for every sample.
-        drop_rate: from 0 to 1, of the last block.
-        drop_distribution: ``'linear'`` grows from the first block to the last, ``'uniform'`` is the same for all.
+        stochastic_method: ``'block'`` skips the computation of a block for all samples of a microbatch; ``'sample'``
+            draws for each sample.
+        drop_rate: rate of the last block, from 0 to 1.
+        drop_distribution: ``'linear'`` grows from the first block to the last, ``'uniform'`` is equal for all blocks.
 
     Returns:
         ``model``.
 
     Raises:
-        ConfigError: values that mean nothing.
+        ConfigError: an argument is unknown or out of range.
     """
     _check("apply_stochastic_depth", target_layer_name, stochastic_method, drop_rate, drop_distribution)
     blocks = _blocks(model, target_layer_name)
     for block in blocks:
-        # A partial, not a method of a class made here: it can be copied and pickled with the model.
+        # A partial of a module function can be copied and pickled with the model.
         block.forward = functools.partial(_forward, block, by_sample=stochastic_method == "sample")
     _set_rates(blocks, drop_rate, drop_distribution)
     return model
@@ -59,23 +59,23 @@ def apply_stochastic_depth(
 
 @final
 class StochasticDepth(Algorithm):
-    """Leaves residual blocks out at random while training (`Huang et al. 2016 <https://arxiv.org/abs/1603.09382>`_).
+    """Skips residual blocks at random in training (`Huang et al. 2016 <https://arxiv.org/abs/1603.09382>`_).
 
-    Applied when the trainer is built. A model that was trained so evaluates with the blocks weighted by the
-    probability that they are there: loading its checkpoint applies the algorithm first if it has to. Whole models on
-    several ranks average their gradients with ``'forced_sync'`` by default, since a rank may leave out what another
-    computes; for models that are sharded over ranks there is ``stochastic_method='sample'`` only.
+    The model is changed at the construction of the trainer. In evaluation, blocks are weighted by the probability of
+    training; loading a checkpoint saved with StochasticDepth applies StochasticDepth first if necessary. On several
+    ranks, gradients are averaged with ``'forced_sync'`` by default, since ranks skip different blocks. Models sharded
+    over ranks need ``stochastic_method='sample'``.
 
     Args:
-        target_layer_name: ``'ResNetBottleneck'`` or ``'ResNetBasicBlock'``, with parts called as in torchvision.
-        stochastic_method: ``'block'`` leaves a block out for all samples of a microbatch, and does not compute it;
-            ``'sample'`` draws for every sample.
-        drop_rate: from 0 to 1, of the last block.
-        drop_distribution: ``'linear'`` grows from the first block to the last, ``'uniform'`` is the same for all.
-        drop_warmup: the rate grows linearly from 0 on over this time; a number is a part of training.
+        target_layer_name: ``'ResNetBottleneck'`` or ``'ResNetBasicBlock'``, with the names of torchvision.
+        stochastic_method: ``'block'`` skips the computation of a block for all samples of a microbatch; ``'sample'``
+            draws for each sample.
+        drop_rate: rate of the last block, from 0 to 1.
+        drop_distribution: ``'linear'`` grows from the first block to the last, ``'uniform'`` is equal for all blocks.
+        drop_warmup: time in which the rate grows linearly from 0; a number is a fraction of training.
 
     Raises:
-        ConfigError: values that mean nothing.
+        ConfigError: an argument is unknown or out of range.
     """
 
     @checked_arguments
@@ -98,27 +98,27 @@ class StochasticDepth(Algorithm):
 
     @staticmethod
     def required_on_load() -> bool:
-        """Yes: a block counts less in evaluation."""
+        """Return true: blocks are weighted in evaluation."""
         return True
 
     @property
     def find_unused_parameters(self) -> bool:
-        """True where a block may be left out for all samples."""
+        """True if a block may be skipped for all samples."""
         return self.stochastic_method == "block"
 
     def config(self) -> dict[str, Any]:
-        """The constructor's arguments."""
+        """Return the arguments of the constructor."""
         return {**self._arguments(), "drop_warmup": str(self.drop_warmup)}
 
     def match(self, event: Event, state: State) -> bool:
-        """Return true at ``INIT``, and with a warmup when a batch begins."""
+        """Return true at ``INIT``, and with a warmup at ``BATCH_START``."""
         return event is Event.INIT or (event is Event.BATCH_START and bool(self.drop_warmup.value))
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
-        """Change the blocks, or their rates.
+        """Change the blocks or their rates.
 
         Raises:
-            ConfigError: the model is sharded over ranks, which all need to compute every block.
+            ConfigError: the model is sharded over ranks, and the method is ``'block'``.
         """
         blocks = _blocks(state.model, self.target_layer_name)
         if event is Event.BATCH_START:
@@ -128,11 +128,11 @@ class StochasticDepth(Algorithm):
             return
         if self.stochastic_method == "block" and (state.parallelism is not None or state.deepspeed_enabled):
             raise ConfigError(
-                "StochasticDepth(stochastic_method='block'): the model is sharded over ranks, which all need "
-                "each other in every block. Pass stochastic_method='sample'."
+                "StochasticDepth(stochastic_method='block') does not support models sharded over ranks. Pass "
+                "stochastic_method='sample'."
             )
         if not blocks:
-            log.warning("%r changes nothing: the model has no block of that kind", self)
+            log.warning("%r has no effect: the model has no such blocks", self)
         apply_stochastic_depth(
             state.model, self.target_layer_name, self.stochastic_method, self.drop_rate, self.drop_distribution
         )
@@ -149,11 +149,11 @@ def _forward(block: Any, x: Tensor, *, by_sample: bool) -> Tensor:
         return block.relu(_residual(block, x) * kept.to(x.dtype) + shortcut)
     if float(torch.rand(())) < keep:
         return block.relu(_residual(block, x) + shortcut)
-    return block.relu(shortcut + 0)  # a copy: relu may work in place, and the shortcut may be the input of others
+    return block.relu(shortcut + 0)  # a copy: relu may work in place, and the shortcut may be used elsewhere
 
 
 def _residual(block: Any, x: Tensor) -> Tensor:
-    """Residual branch of ``block``: its convolutions, each with its norm, and ``relu`` between them."""
+    """Compute the residual branch of ``block``: convolutions with norms, and ``relu`` between."""
     count = next(count for name, count in _CONVOLUTIONS.values() if name == type(block).__name__)
     for number in range(1, count + 1):
         x = getattr(block, f"bn{number}")(getattr(block, f"conv{number}")(x))
@@ -181,6 +181,6 @@ def _check(owner: str, target: str, method: str, rate: float, distribution: str)
         ("drop_distribution", distribution, _DISTRIBUTIONS),
     ):
         if value not in known:
-            raise ConfigError(f"{owner}({name}={value!r}) does not exist.{did_you_mean(value, known)}")
+            raise ConfigError(f"{owner}({name}={value!r}) is unknown.{did_you_mean(value, known)}")
     if not 0 <= rate <= 1:
         raise ConfigError(f"{owner}(drop_rate={rate}): expected a number from 0 to 1, such as 0.2.")
