@@ -1,4 +1,4 @@
-"""Tools for tests of one's own backends and callbacks. Needs pytest; nothing in composerlite imports it."""
+"""Tools to test custom stores and callbacks. Needs pytest; no other module of composerlite imports this package."""
 
 from composerlite.testing.cluster import RankOutcome, run_ranks, run_ranks_to_the_end
 from composerlite.testing.contracts import ObjectStoreContract

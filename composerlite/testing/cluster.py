@@ -1,4 +1,4 @@
-"""Run a function on several ranks at once: real processes that meet over gloo, on this machine."""
+"""Run a function on several ranks: processes on this machine, connected by gloo."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from typing import Any, final
 
 from composerlite.errors import ConfigError
 
-# Forked from one that has imported what takes long, so that a rank starts in a moment. None of these starts a thread or
-# opens a process group when it is imported; torch._dynamo is imported by the first optimizer.
+# Ranks are forked from a process with these modules, to start fast. The modules start no threads and open no process
+# group at import. The first optimizer imports torch._dynamo.
 _processes = multiprocessing.get_context("forkserver")
 _PRELOAD = [
     "composerlite.checkpoint.api.checkpointer",
@@ -38,14 +38,14 @@ _PRELOAD = [
     "torch.distributed.fsdp",
     "torchmetrics",
 ]
-_STACKS = signal.SIGQUIT  # the others are those of handlers of preemption, which tasks install
+_STACKS = signal.SIGQUIT  # tests install handlers of preemption for other signals
 _STACKS_SECONDS = 2.0
 _START_SECONDS = 60.0
 _EXIT_SECONDS = 2.0
 _GOODBYE_SECONDS = 1.0
 _LEAVE_SECONDS = 5.0
 _MOST_THREADS = 16
-"""Of a process that is used again. torch keeps some of a task's groups, each with threads that poll for ever."""
+"""Limit for a process to be used again. torch keeps some process groups of a task, with threads that poll forever."""
 
 
 @final
@@ -54,9 +54,10 @@ class RankOutcome:
     """Outcome of the function on one rank.
 
     Attributes:
-        rank: which.
-        value: that the function returned.
-        error: that it raised, with the traceback of the rank as a note; ``ChildProcessError`` if the process ended.
+        rank: number of the rank.
+        value: result of the function.
+        error: exception of the function, with the traceback of the rank as a note; ``ChildProcessError`` if the process
+            ended.
     """
 
     rank: int
@@ -65,13 +66,10 @@ class RankOutcome:
 
 
 def quick_processes(*modules: str) -> ForkServerContext:
-    """Context of processes that start in a moment: each is forked from one that has only imported things.
+    """Return a :mod:`multiprocessing` context with fast starts: processes are forked from a process with all imports.
 
     Args:
-        modules: to be imported there besides; they count until the first of the processes starts.
-
-    Returns:
-        Context, as of :mod:`multiprocessing`.
+        modules: more modules to import before the fork. No effect after the start of the first process.
     """
     _PRELOAD.extend(module for module in modules if module not in _PRELOAD)
     _processes.set_forkserver_preload(_PRELOAD)
@@ -86,25 +84,34 @@ def run_ranks(
     dist_timeout: float | None = 30.0,
     fresh: bool = False,
 ) -> list[Any]:
-    """Call ``function(*args)`` on ``world_size`` ranks of one node; returns what each returned, in the order of ranks.
+    """Call ``function(*args)`` on several ranks of one node, and return the results in the order of the ranks.
 
-    The ranks are processes of their own, with the environment that torchrun sets and this process's variables and
-    current directory. They are used again by later calls, so what a function leaves in its modules stays.
+    Each rank is a process with the environment of torchrun, and with the variables and the current directory of this
+    process. Later calls use the processes again, so changes of modules stay.
 
     Args:
-        function: found by name in a module that can be imported. It and its arguments and results are pickled.
+        function: a function of an importable module. Function, arguments and results are pickled.
         world_size: number of ranks.
-        args: of the function.
-        timeout: seconds until all ranks are killed, from when their processes have started.
-        dist_timeout: seconds, for ``initialize_dist``, which is called before; None leaves that to the function.
-        fresh: in processes that have run nothing before and are not used again, for libraries that change the process.
+        args: arguments of the function.
+        timeout: seconds from the start of the processes until all ranks are killed.
+        dist_timeout: timeout in seconds for ``initialize_dist``, called before the function; ``None``: not called.
+        fresh: use new processes for this call only, for libraries with permanent changes.
 
     Returns:
         Results, one for each rank.
 
     Raises:
-        ExceptionGroup: of what the ranks raised, each with a note that names the rank.
-        TimeoutError: the ranks did not end in ``timeout``. Its notes are the stacks of all.
+        ExceptionGroup: exceptions of the ranks, each with a note that names the rank.
+        TimeoutError: the ranks did not finish in ``timeout``. The notes have the stacks of all ranks.
+
+    Example::
+
+        def add(value):
+            tensor = torch.tensor(value)
+            torch.distributed.all_reduce(tensor)
+            return int(tensor)
+
+        assert run_ranks(add, 2, 3) == [6, 6]
     """
     outcomes = run_ranks_to_the_end(
         function, world_size, *args, timeout=timeout, dist_timeout=dist_timeout, fresh=fresh
@@ -123,16 +130,21 @@ def run_ranks_to_the_end(
     dist_timeout: float | None = 30.0,
     fresh: bool = False,
 ) -> list[RankOutcome]:
-    """:func:`run_ranks` for ranks that may fail: the outcome of each, in the order of ranks.
+    """Call :func:`run_ranks`, but return the outcome of each rank instead of raising its exception.
 
     Args:
-        function, world_size, args, timeout, dist_timeout, fresh: as in :func:`run_ranks`.
+        function: a function of an importable module.
+        world_size: number of ranks.
+        args: arguments of the function.
+        timeout: seconds from the start of the processes until all ranks are killed.
+        dist_timeout: timeout in seconds for ``initialize_dist``; ``None``: not called.
+        fresh: use new processes for this call only.
 
     Returns:
         Outcomes, one for each rank.
 
     Raises:
-        TimeoutError: the ranks did not end in ``timeout``. Its notes are the stacks of all.
+        TimeoutError: the ranks did not finish in ``timeout``. The notes have the stacks of all ranks.
     """
     if world_size < 1:
         raise ConfigError(f"world_size={world_size}: expected 1 or more.")
@@ -140,92 +152,70 @@ def run_ranks_to_the_end(
 
 
 @final
-@dataclass(frozen=True)
-class _Order:
-    """Order to a process.
-
-    Attributes:
-        pickled_call: function, arguments and ``dist_timeout``, unpickled when ``path`` is set.
-    """
-
-    pickled_call: bytes
-    environment: dict[str, str]
-    path: list[str]
-    folder: str
-
-
-@final
 class _Worker:
-    """A process that waits for tasks."""
+    """A process that runs tasks, one after the other."""
 
     def __init__(self, folder: Path) -> None:
-        self._connection, theirs = Pipe()
+        self.connection, theirs = Pipe()
         self._is_ready = False
         with tempfile.NamedTemporaryFile(dir=folder, prefix="stacks-", delete=False) as file:
-            self._stacks = Path(file.name)
-        self._process = _processes.Process(target=_serve, args=(theirs, self._stacks))
-        self._process.start()
+            self.stacks = Path(file.name)
+        self.process = _processes.Process(target=_serve, args=(theirs, self.stacks))
+        self.process.start()
         theirs.close()
 
     def wait_until_ready(self) -> None:
         if self._is_ready:
             return
-        if not self._connection.poll(_START_SECONDS):
+        if not self.connection.poll(_START_SECONDS):
             self.stop()
             raise TimeoutError(f"a process did not start in {_START_SECONDS:g} s")
         try:
-            self._connection.recv()
+            self.connection.recv()
         except (EOFError, ConnectionError) as e:
-            raise ChildProcessError(f"a process did not start, and ended with {self.stop(_EXIT_SECONDS)}") from e
+            raise ChildProcessError(f"a process did not start, exit code {self.stop(_EXIT_SECONDS)}") from e
         self._is_ready = True
 
-    @property
-    def connection(self) -> Connection[Any, Any]:
-        return self._connection
-
-    @property
-    def is_alive(self) -> bool:
-        return self._process.is_alive()
-
-    def send(self, order: _Order) -> None:
-        self._connection.send(order)
+    def receive_outcome(self, rank: int) -> RankOutcome:
+        """Receive the outcome of the task, or the death of the process."""
+        try:
+            pickled, trace = self.connection.recv()
+        except (EOFError, ConnectionError):
+            code = self.stop(_EXIT_SECONDS)
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+            return RankOutcome(rank, error=ChildProcessError(f"rank {rank} {how}"))
+        result = pickle.loads(pickled)
+        if not trace:
+            return RankOutcome(rank, value=result)
+        result.add_note(f"Raised on rank {rank}:\n{trace}")
+        return RankOutcome(rank, error=result)
 
     def is_usable_again(self) -> bool:
-        """Return true if the process has left the task behind; it is ended if not."""
-        if self._connection.closed:
+        """Wait for the cleanup after a task. Stops the process and returns false if the cleanup failed."""
+        if self.connection.closed:
             return False
-        try:
-            if self._connection.poll(_LEAVE_SECONDS) and self._connection.recv():
+        with suppress(EOFError, ConnectionError):  # the process ended
+            if self.connection.poll(_LEAVE_SECONDS) and self.connection.recv():
                 return True
-        except (EOFError, ConnectionError):
-            pass  # it ended while it left
         self.stop()
         return False
 
-    def ask_for_stacks(self) -> None:
-        if self._process.is_alive() and self._process.pid is not None:
-            os.kill(self._process.pid, _STACKS)
-
-    def stacks(self) -> str:
-        """Read the stacks written since :meth:`ask_for_stacks`."""
-        return self._stacks.read_text(errors="replace")
-
     def stop(self, seconds: float = 0.0) -> int:
-        """Wait for the process to end, then kill it. Returns its exit code."""
-        self._connection.close()
-        self._process.join(seconds)
-        if self._process.is_alive():
-            self._process.kill()
-        self._process.join()
-        self._stacks.unlink(missing_ok=True)
-        code = self._process.exitcode
+        """Wait for the end of the process, then kill the process. Returns the exit code."""
+        self.connection.close()
+        self.process.join(seconds)
+        if self.process.is_alive():
+            self.process.kill()
+        self.process.join()
+        self.stacks.unlink(missing_ok=True)
+        code = self.process.exitcode
         assert code is not None
         return code
 
 
 @final
 class _Pool:
-    """Processes that are kept for the next call."""
+    """Idle processes for the next call."""
 
     def __init__(self) -> None:
         self._idle: list[_Worker] = []
@@ -236,26 +226,35 @@ class _Pool:
     def run(self, call: bytes, world_size: int, timeout: float, *, fresh: bool) -> list[RankOutcome]:
         from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented
 
-        workers = self._take(world_size, fresh=fresh)
-        # One for each call, as torchrun has one for each attempt: torch finds the addresses of earlier groups in it.
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._runs += 1
+        if self._folder is None or self._owner != os.getpid():  # not usable after a fork
+            quick_processes()
+            self._owner, self._idle = os.getpid(), []
+            self._folder = tempfile.TemporaryDirectory(prefix="composerlite-ranks-")
+            atexit.register(self.close)
+        folder = Path(self._folder.name)
+        self._idle = [worker for worker in self._idle if worker.process.is_alive()]
+        workers = [] if fresh else self._idle[:world_size]
+        del self._idle[: len(workers)]
+        workers += [_Worker(folder) for _ in range(world_size - len(workers))]
         try:
+            for worker in workers:
+                worker.wait_until_ready()
+            # A new store for each call, as for each attempt of torchrun: torch finds old addresses in an old store.
+            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            self._runs += 1
             for rank, worker in enumerate(workers):
                 environment = self._environment(rank, world_size, store.port)
-                worker.send(_Order(call, environment, sys.path, str(Path.cwd())))
+                worker.connection.send((call, environment, sys.path, str(Path.cwd())))
             outcomes = self._collect(workers, timeout)
         except BaseException:
             for worker in workers:
                 worker.stop()
             raise
-        assert self._folder is not None
-        folder = Path(self._folder.name)
         if fresh:
             for worker in workers:
                 worker.stop(_EXIT_SECONDS)
             return outcomes
-        # Each in its place: torch remembers which rank a process was. New ones start by themselves.
+        # In the same order: torch remembers the rank of a process.
         self._idle[:0] = [worker if worker.is_usable_again() else _Worker(folder) for worker in workers]
         return outcomes
 
@@ -267,33 +266,8 @@ class _Pool:
             self._folder.cleanup()
             self._folder = None
 
-    def _take(self, world_size: int, *, fresh: bool) -> list[_Worker]:
-        if self._folder is None or self._owner != os.getpid():
-            self._open()
-        assert self._folder is not None
-        self._idle = [worker for worker in self._idle if worker.is_alive]
-        folder = Path(self._folder.name)
-        workers = [] if fresh else self._idle[:world_size]
-        del self._idle[: len(workers)]
-        workers += [_Worker(folder) for _ in range(world_size - len(workers))]
-        try:
-            for worker in workers:
-                worker.wait_until_ready()
-        except BaseException:
-            for worker in workers:
-                worker.stop()
-            raise
-        return workers
-
-    def _open(self) -> None:
-        quick_processes()
-        self._owner = os.getpid()  # a fork starts anew
-        self._idle = []
-        self._folder = tempfile.TemporaryDirectory(prefix="composerlite-ranks-")
-        atexit.register(self.close)
-
     def _environment(self, rank: int, world_size: int, port: int) -> dict[str, str]:
-        """Make the environment that torchrun's agent sets, whose part of holding the store is ours."""
+        """Return the environment that the agent of torchrun would set."""
         return {
             **os.environ,
             "RANK": str(rank),
@@ -318,39 +292,27 @@ class _Pool:
             for connection in ready:
                 assert isinstance(connection, Connection)
                 rank = waiting.pop(connection)
-                outcomes[rank] = _outcome(rank, workers[rank])
+                outcomes[rank] = workers[rank].receive_outcome(rank)
         return [outcomes[rank] for rank in range(len(workers))]
 
 
 _pool = _Pool()
 
 
-def _outcome(rank: int, worker: _Worker) -> RankOutcome:
-    try:
-        pickled, trace = worker.connection.recv()
-    except (EOFError, ConnectionError):
-        code = worker.stop(_EXIT_SECONDS)
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
-        return RankOutcome(rank, error=ChildProcessError(f"rank {rank} {how}"))
-    result = pickle.loads(pickled)
-    if not trace:
-        return RankOutcome(rank, value=result)
-    result.add_note(f"Raised on rank {rank}:\n{trace}")
-    return RankOutcome(rank, error=result)
-
-
 def _timeout_error(workers: list[_Worker], outcomes: dict[int, RankOutcome], timeout: float) -> TimeoutError:
+    """Return the error, with the stacks of all ranks that did not finish."""
     hanging = [worker for rank, worker in enumerate(workers) if rank not in outcomes]
     for worker in hanging:
-        worker.ask_for_stacks()
+        if worker.process.is_alive() and worker.process.pid is not None:
+            os.kill(worker.process.pid, _STACKS)
     deadline = time.monotonic() + _STACKS_SECONDS
-    while time.monotonic() < deadline and not all(worker.stacks().endswith("\n") for worker in hanging):
+    while time.monotonic() < deadline and not all(worker.stacks.read_bytes().endswith(b"\n") for worker in hanging):
         time.sleep(0.05)
     time.sleep(0.1)  # the stacks of the last threads
-    error = TimeoutError(f"{len(hanging)} of {len(workers)} ranks did not end in {timeout:g} s")
+    error = TimeoutError(f"{len(hanging)} of {len(workers)} ranks did not finish in {timeout:g} s")
     for rank, worker in enumerate(workers):
         if rank not in outcomes:
-            error.add_note(f"Rank {rank} was here:\n{worker.stacks()}")
+            error.add_note(f"Rank {rank} was here:\n{worker.stacks.read_text(errors='replace')}")
         else:
             ended = outcomes[rank]
             error.add_note(f"Rank {rank} had ended: " + ("returned" if ended.error is None else f"{ended.error!r}"))
@@ -358,61 +320,54 @@ def _timeout_error(workers: list[_Worker], outcomes: dict[int, RankOutcome], tim
 
 
 def _serve(connection: Connection[Any, Any], stacks: Path) -> None:
-    """Serve in a process of the pool: one task after the other, until the connection is closed."""
+    """Run tasks in a process of the pool until the connection is closed."""
     import torch
 
-    gc.freeze()  # what was imported stays: collections need not go through it, nor copy its pages
-    multiprocessing.set_start_method(None, force=True)  # workers of DataLoaders start as in any other program
+    gc.freeze()  # garbage collection skips imported modules and copies no pages of the parent process
+    multiprocessing.set_start_method(None, force=True)  # workers of data loaders start as in any other program
     torch.set_num_threads(1)
     with stacks.open("w") as file:
         faulthandler.register(_STACKS, file=file, all_threads=True)
         connection.send("ready")
         while True:
             try:
-                order: _Order = connection.recv()
+                task: tuple[bytes, dict[str, str], list[str], str] = connection.recv()
             except (EOFError, ConnectionError):
                 return
-            with suppress(BrokenPipeError):  # nobody waits any more; the next recv ends this process
-                connection.send(_run(order))
-                connection.send(_leave_cleanly())
+            with suppress(BrokenPipeError):  # the caller is gone; the next recv ends this process
+                connection.send(_run(*task))
+                connection.send(_clean_up())
 
 
-def _run(order: _Order) -> tuple[bytes, str]:
-    """Run the call of ``order``. Returns the pickled value, or error and its trace."""
+def _run(pickled_call: bytes, environment: dict[str, str], path: list[str], folder: str) -> tuple[bytes, str]:
+    """Run a task. Returns the pickled result and an empty text, or the pickled error and the traceback."""
     from composerlite import dist
 
     os.environ.clear()
-    os.environ.update(order.environment)
-    os.chdir(order.folder)
-    sys.path[:] = order.path
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.path[:] = path
     try:
-        function, args, dist_timeout = pickle.loads(order.pickled_call)
+        function, args, dist_timeout = pickle.loads(pickled_call)
         if dist_timeout is not None:
             dist.initialize_dist("cpu", dist_timeout)
         return pickle.dumps(function(*args)), ""
-    except BaseException as e:  # noqa: BLE001 - it goes to the one who called
+    except BaseException as e:  # noqa: BLE001 - raised in the calling process
         trace = traceback.format_exc()
-        return _pickled_error(e, trace), trace
+        with suppress(Exception):  # classes that cannot be pickled or unpickled
+            pickled = pickle.dumps(e)
+            if isinstance(pickle.loads(pickled), BaseException):
+                return pickled, trace
+        return pickle.dumps(RuntimeError(trace.splitlines()[-1])), trace
 
 
-def _leave_cleanly() -> bool:
-    """Leave the groups; false if something of this task may live on in this process."""
+def _clean_up() -> bool:
+    """Close the process groups. Returns false if parts of the task may still run in this process."""
     from composerlite import dist
 
     try:
         dist.finalize_dist(timedelta(seconds=_GOODBYE_SECONDS))
-    except Exception:  # noqa: BLE001 - the process is thrown away, and the answer is what the task said
+    except Exception:  # noqa: BLE001 - the process is replaced
         return False
     threads = Path("/proc/self/task")
     return not dist.is_initialized() and (not threads.exists() or len(list(threads.iterdir())) <= _MOST_THREADS)
-
-
-def _pickled_error(error: BaseException, trace: str) -> bytes:
-    """Pickle ``error``, or its last line where somebody else's class cannot be pickled, or not be read again."""
-    try:
-        pickled = pickle.dumps(error)
-        if isinstance(pickle.loads(pickled), BaseException):
-            return pickled
-    except Exception:  # noqa: BLE001 - the trace says what happened
-        pass
-    return pickle.dumps(RuntimeError(trace.splitlines()[-1]))

@@ -1,4 +1,4 @@
-"""Contracts: what every implementation of an interface must do, as tests that run on any of them."""
+"""Tests for every implementation of an interface."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import random
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -22,7 +22,7 @@ _ODD_NAMES = ["plain", "a/b/c.pt", "with space", "ep1-ba2-rank0.pt", "ünï/cöd
 
 
 class ObjectStoreContract(ABC):
-    """Contract of every :class:`~composerlite.storage.ObjectStore`. Derive a test class and say how to open a store::
+    """Tests for an :class:`~composerlite.storage.ObjectStore`. Derive a test class with two fixtures::
 
         class TestMyStore(ObjectStoreContract):
             @pytest.fixture
@@ -35,85 +35,63 @@ class ObjectStoreContract(ABC):
                 with MyStore("no-such-bucket") as store:
                     yield store
 
-    Each test gets names of its own below :attr:`prefix`: the bucket need not be empty.
+    Each test uses its own names below :attr:`prefix`, so the bucket may contain other objects.
     """
 
-    # ── what a store is ──────────────────────────────────────────────────────────────────────────────────────────
     @pytest.fixture
     @abstractmethod
     def store(self) -> Generator[ObjectStore]:
-        """A store that can be read and written."""
+        """Open a writable store."""
 
     @pytest.fixture
     @abstractmethod
     def missing_bucket(self) -> Generator[ObjectStore]:
-        """A store whose bucket, container or folder does not exist."""
+        """Open a store with a missing bucket, container or folder."""
 
     @pytest.fixture
     def prefix(self) -> str:
-        """Below which the names of one test are."""
+        """Return a unique prefix for the names of a test."""
         return f"contract-{os.urandom(6).hex()}"
 
-    # ── bytes in, bytes out ──────────────────────────────────────────────────────────────────────────────────────
-    @pytest.mark.parametrize("size", [0, 1, 1000, (1 << 20) + 7])
-    def test_a_file_comes_back_as_it_was(self, store: ObjectStore, prefix: str, tmp_path: Path, size: int) -> None:
-        """A file that was uploaded is what is downloaded, for every size from none on."""
-        (tmp_path / "source").write_bytes(data := os.urandom(size))
-        store.upload_object(f"{prefix}/a.bin", tmp_path / "source")
-        store.download_object(f"{prefix}/a.bin", tmp_path / "copy")
-        assert (tmp_path / "copy").read_bytes() == data
-        assert store.get_object_size(f"{prefix}/a.bin") == size
-
-    def test_bytes_come_back_as_they_were(self, store: ObjectStore, prefix: str) -> None:
-        """Bytes that were put are those that are read."""
-        store.put_bytes(f"{prefix}/a", b"some bytes")
-        assert store.read_range(f"{prefix}/a", 0, 100) == b"some bytes"
+    def test_a_file_comes_back_as_it_was(self, store: ObjectStore, prefix: str, tmp_path: Path) -> None:
+        """A downloaded file equals the last uploaded file, also an empty file. Progress ends at the full size."""
+        for size in ((1 << 20) + 7, 1000, 1, 0):
+            (tmp_path / "source").write_bytes(data := os.urandom(size))
+            calls: list[tuple[int, int]] = []
+            store.upload_object(f"{prefix}/a", tmp_path / "source", lambda *call, calls=calls: calls.append(call))
+            assert size == 0 or calls[-1] == (size, size)
+            calls.clear()
+            copy = tmp_path / str(size)
+            store.download_object(f"{prefix}/a", copy, callback=lambda *call, calls=calls: calls.append(call))
+            assert size == 0 or calls[-1] == (size, size)
+            assert copy.read_bytes() == data
+            assert store.get_object_size(f"{prefix}/a") == size
 
     @pytest.mark.parametrize("name", _ODD_NAMES)
     def test_names_may_have_any_characters(self, store: ObjectStore, prefix: str, name: str) -> None:
-        """A name is listed and read as it was written."""
+        """A name with any characters is listed and read unchanged."""
         store.put_bytes(f"{prefix}/{name}", name.encode())
         assert store.read_range(f"{prefix}/{name}", 0, 100) == name.encode()
         assert [info.name for info in store.list_objects(f"{prefix}/")] == [f"{prefix}/{name}"]
 
-    def test_an_upload_replaces_what_was_there(self, store: ObjectStore, prefix: str, tmp_path: Path) -> None:
-        """The newest content wins, also where it is shorter."""
-        (tmp_path / "long").write_bytes(b"x" * 5000)
-        (tmp_path / "short").write_bytes(b"y")
-        for source in ("long", "short"):
-            store.upload_object(f"{prefix}/a", tmp_path / source)
-        assert store.read_range(f"{prefix}/a", 0, 6000) == b"y"
-
-    def test_progress_ends_at_the_size(self, store: ObjectStore, prefix: str, tmp_path: Path) -> None:
-        """A callback hears how many bytes of how many were moved, and in the end that all were."""
-        (tmp_path / "source").write_bytes(bytes(300_000))
-        told: list[tuple[int, int]] = []
-        store.upload_object(f"{prefix}/a", tmp_path / "source", lambda done, total: told.append((done, total)))
-        assert told[-1] == (300_000, 300_000)
-        told.clear()
-        store.download_object(f"{prefix}/a", tmp_path / "copy", callback=lambda done, total: told.append((done, total)))
-        assert told[-1] == (300_000, 300_000)
-
-    # ── ranges ───────────────────────────────────────────────────────────────────────────────────────────────────
-    @pytest.mark.parametrize(
-        ("offset", "size", "expected"),
-        [(0, 3, b"012"), (4, 2, b"45"), (8, 9, b"89"), (0, 10, b"0123456789"), (10, 5, b""), (50, 5, b""), (3, 0, b"")],
-    )
-    def test_a_range_is_what_lies_there(
-        self, store: ObjectStore, prefix: str, offset: int, size: int, expected: bytes
-    ) -> None:
-        """A range has exactly its bytes; past the end there are fewer or none."""
-        name = f"{prefix}/a"
-        store.put_bytes(name, b"0123456789")
-        retried = RetryPolicy().run  # a service that refuses a range may drop the connection that the next read uses
-        assert retried(lambda: store.read_range(name, offset, size), "read") == expected
-        found = retried(lambda: store.open_range(name, offset, size), "read")
-        assert (found.size_bytes, found.read()) == (10, expected)
+    def test_a_range_is_what_lies_there(self, store: ObjectStore, prefix: str) -> None:
+        """A range has the requested bytes, fewer or none past the end. ``read_tail`` also returns the size."""
+        name, data = f"{prefix}/a", b"0123456789"
+        retried = RetryPolicy().run  # a service may drop the connection after an invalid range
+        store.put_bytes(name, data)
+        for offset, size in ((0, 3), (4, 2), (8, 9), (0, 10), (10, 5), (50, 5), (3, 0)):
+            expected = data[offset : offset + size]
+            assert retried(lambda o=offset, n=size: store.read_range(name, o, n), "read") == expected
+            found = retried(lambda o=offset, n=size: store.open_range(name, o, n), "read")
+            assert (found.size_bytes, found.read()) == (10, expected)
+        for content, most_bytes, tail in ((data, 4, b"6789"), (data, 10, data), (b"012", 65536, b"012"), (b"", 5, b"")):
+            store.put_bytes(name, content)
+            assert retried(lambda n=most_bytes: store.read_tail(name, n), "read") == (len(content), tail)
 
     def test_ranges_tell_of_which_upload_they_are(self, store: ObjectStore, prefix: str) -> None:
-        """Ranges of one upload have the same version, and those of the next another; or the store has no versions."""
+        """Ranges of one upload have the same version, and ranges of the next upload another version, or none."""
         name, versions = f"{prefix}/a", list[str]()
-        for content in (b"first", b"second"):  # of another size: some stores know no more within a second
+        for content in (b"first", b"second"):  # different sizes: some stores compare size and second
             store.put_bytes(name, content)
             for offset in (0, 3):
                 found = store.open_range(name, offset, 2)
@@ -123,48 +101,25 @@ class ObjectStoreContract(ABC):
         assert versions[2] == versions[3]
         assert versions[0] != versions[2] or set(versions) == {""}
 
-    @pytest.mark.parametrize(
-        ("content", "most_bytes", "tail"),
-        [(b"0123456789", 4, b"6789"), (b"0123456789", 10, b"0123456789"), (b"012", 65536, b"012"), (b"", 5, b"")],
-    )
-    def test_a_tail_has_the_size_and_the_last_bytes(
-        self, store: ObjectStore, prefix: str, content: bytes, most_bytes: int, tail: bytes
-    ) -> None:
-        """``read_tail`` returns the size and the last bytes; of a smaller or empty object all bytes."""
-        store.put_bytes(f"{prefix}/a", content)
-        retried = RetryPolicy().run  # a service that refuses a range may drop the connection that the next read uses
-        assert retried(lambda: store.read_tail(f"{prefix}/a", most_bytes), "read") == (len(content), tail)
-
-    # ── listing ──────────────────────────────────────────────────────────────────────────────────────────────────
     def test_a_listing_has_names_and_sizes_in_order(self, store: ObjectStore, prefix: str) -> None:
-        """Everything below a prefix is listed, at any depth, in the order of the names."""
+        """All objects below a prefix are listed, at any depth, sorted by name. A prefix may end inside a name.
+
+        Known times are in UTC, so deletion by age is never too early.
+        """
         for size, name in enumerate(["b", "a/z", "a-", "c/d/e", "B"]):
             store.put_bytes(f"{prefix}/{name}", bytes(size))
-        listed = [(info.name.removeprefix(f"{prefix}/"), info.size_bytes) for info in store.list_objects(f"{prefix}/")]
-        assert listed == [("B", 4), ("a-", 2), ("a/z", 1), ("b", 0), ("c/d/e", 3)]
-
-    def test_a_listing_tells_how_old_objects_are(self, store: ObjectStore, prefix: str) -> None:
-        """Times are in UTC, where the store knows them: what is swept by age is not swept too early."""
-        store.put_bytes(f"{prefix}/new", b"")
-        (info,) = store.list_objects(f"{prefix}/")
-        assert info.modified_at is None or abs(datetime.now(UTC) - info.modified_at) < timedelta(minutes=10)
-
-    def test_a_prefix_is_any_beginning_of_a_name(self, store: ObjectStore, prefix: str) -> None:
-        """A prefix need not end at a slash."""
-        for name in ("run1/a", "run10/a", "run2/a"):
-            store.put_bytes(f"{prefix}/{name}", b"")
-        assert [info.name for info in store.list_objects(f"{prefix}/run1")] == [
-            f"{prefix}/run1/a",
-            f"{prefix}/run10/a",
-        ]
-
-    def test_nothing_is_listed_where_nothing_is(self, store: ObjectStore, prefix: str) -> None:
-        """An empty prefix in a bucket that exists is no error."""
-        assert list(store.list_objects(f"{prefix}/nothing/")) == []
-        assert store.list_level(f"{prefix}/nothing/") == ([], [])
+        for begin, expected in (
+            ("", [("B", 4), ("a-", 2), ("a/z", 1), ("b", 0), ("c/d/e", 3)]),
+            ("a", [("a-", 2), ("a/z", 1)]),
+            ("nothing/", []),
+        ):
+            listed = store.list_objects(f"{prefix}/{begin}")
+            assert [(info.name.removeprefix(f"{prefix}/"), info.size_bytes) for info in listed] == expected
+            times = [info.modified_at for info in listed if info.modified_at is not None]
+            assert all(abs(datetime.now(UTC) - time) < timedelta(minutes=10) for time in times)
 
     def test_a_level_has_its_objects_and_folders(self, store: ObjectStore, prefix: str) -> None:
-        """``list_level`` lists objects directly below a prefix, and folders once each; the prefix may end anywhere."""
+        """``list_level`` lists objects directly below a prefix, and each folder once."""
         for size, name in enumerate(["run/b", "run/ep1/x", "run/ep1/y/z", "run/ep2/x", "run/a", "run10/a", "top"]):
             store.put_bytes(f"{prefix}/{name}", bytes(size))
         for begin, objects, folders in (
@@ -173,6 +128,7 @@ class ObjectStoreContract(ABC):
             ("run/ep", [], ["run/ep1/", "run/ep2/"]),
             ("", [("top", 6)], ["run/", "run10/"]),
             ("t", [("top", 6)], []),
+            ("nothing/", [], []),
         ):
             found, below = store.list_level(f"{prefix}/{begin}")
             assert [(info.name.removeprefix(f"{prefix}/"), info.size_bytes) for info in found] == objects
@@ -180,16 +136,15 @@ class ObjectStoreContract(ABC):
         assert f"{prefix}/" in store.list_level()[1]
 
     def test_long_listings_are_complete(self, store: ObjectStore, prefix: str) -> None:
-        """More objects than a service returns at once are all listed, once each."""
+        """More objects than a service returns per request are all listed once."""
         names = [f"{prefix}/{number:04}" for number in range(1100)]
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda name: store.put_bytes(name, b""), names))
         assert [info.name for info in store.list_objects(f"{prefix}/")] == names
         assert [info.name for info in store.list_level(f"{prefix}/")[0]] == names
 
-    # ── deleting ─────────────────────────────────────────────────────────────────────────────────────────────────
     def test_what_was_deleted_is_gone(self, store: ObjectStore, prefix: str) -> None:
-        """A deleted object is neither listed nor read; to delete it again is fine."""
+        """A deleted object is neither listed nor read. A second deletion succeeds."""
         store.put_bytes(f"{prefix}/a", b"x")
         store.delete_object(f"{prefix}/a")
         store.delete_object(f"{prefix}/a")
@@ -197,9 +152,8 @@ class ObjectStoreContract(ABC):
         with pytest.raises(FileNotFoundError):
             store.read_range(f"{prefix}/a", 0, 1)
 
-    # ── create only ──────────────────────────────────────────────────────────────────────────────────────────────
     def test_create_only_refuses_what_exists(self, store: ObjectStore, prefix: str, tmp_path: Path) -> None:
-        """``create_only`` writes where nothing is and leaves what is there as it was."""
+        """``create_only`` writes new objects and does not change existing objects."""
         (tmp_path / "file").write_bytes(b"file")
         store.put_bytes(f"{prefix}/a", b"first", create_only=True)
         store.upload_object(f"{prefix}/b", tmp_path / "file", create_only=True)
@@ -211,89 +165,61 @@ class ObjectStoreContract(ABC):
         assert store.read_range(f"{prefix}/b", 0, 10) == b"file"
 
     def test_one_of_many_creates(self, store: ObjectStore, prefix: str, tmp_path: Path) -> None:
-        """Exactly one of eight threads that create the same name at once succeeds, and its bytes are there.
-
-        Half of them upload a file.
-        """
+        """Exactly one of eight threads succeeds to create the same name. Half of the threads upload a file."""
+        if not store.creates_atomically:
+            pytest.skip("the store does not create atomically")
         for number in range(8):
             (tmp_path / str(number)).write_text(str(number))
-        if not store.creates_atomically:
-            pytest.skip("this store cannot create atomically, and says so")
         for attempt in range(3):
-            name, start = f"{prefix}/{attempt}", threading.Barrier(8)
+            name = f"{prefix}/{attempt}"
 
-            def create(number: int, name: str = name, start: threading.Barrier = start) -> int | None:
-                start.wait(10)
-                try:
-                    if number % 2:
-                        store.put_bytes(name, str(number).encode(), create_only=True)
-                    else:
-                        store.upload_object(name, tmp_path / str(number), create_only=True)
-                except FileExistsError:
-                    return None
-                return number
+            def create(number: int, name: str = name) -> None:
+                if number % 2:
+                    store.put_bytes(name, str(number).encode(), create_only=True)
+                else:
+                    store.upload_object(name, tmp_path / str(number), create_only=True)
 
-            with ThreadPoolExecutor(8) as pool:
-                winners = [number for number in pool.map(create, range(8)) if number is not None]
-            assert len(winners) == 1
-            assert store.read_range(name, 0, 10) == str(winners[0]).encode()
+            winner = _winner(create)
+            assert store.read_range(name, 0, 10) == str(winner).encode()
 
-    # ── swaps ────────────────────────────────────────────────────────────────────────────────────────────────────
     def test_a_swap_replaces_only_the_version_that_was_read(self, store: ObjectStore, prefix: str) -> None:
-        """A swap with the version that was read succeeds, a second one with that version leaves the object alone."""
+        """A swap succeeds with the current version only: not after another swap, a put or a deletion."""
         name = f"{prefix}/a"
         store.put_bytes(name, b"")
         content, version = store.read_versioned(name)
         assert content == b""
-        store.swap_bytes(name, b"first", version)
-        with pytest.raises(FileExistsError, match="a: swap"):
-            store.swap_bytes(name, b"second", version)
-        content, later = store.read_versioned(name)
-        assert content == b"first"
-        assert later != version
-        store.swap_bytes(name, b"third", later)
-        assert store.read_versioned(name)[0] == b"third"
-
-    def test_a_swap_sees_other_writers(self, store: ObjectStore, prefix: str) -> None:
-        """A swap fails if the object was put again or deleted since; the swap writes nothing."""
-        name = f"{prefix}/a"
-        store.put_bytes(name, b"first")
-        _, version = store.read_versioned(name)
-        store.put_bytes(name, b"other")
-        with pytest.raises(FileExistsError, match="a: swap"):
-            store.swap_bytes(name, b"mine", version)
-        assert store.read_range(name, 0, 10) == b"other"
-        _, version = store.read_versioned(name)
-        store.delete_object(name)
-        with pytest.raises(FileExistsError, match="a: swap"):
-            store.swap_bytes(name, b"mine", version)
-        assert list(store.list_objects(f"{prefix}/")) == []
+        for change, expected in (
+            (lambda version: store.swap_bytes(name, b"first", version), b"first"),
+            (lambda _: store.put_bytes(name, b"other"), b"other"),
+            (lambda _: store.delete_object(name), None),
+        ):
+            _, version = store.read_versioned(name)
+            change(version)
+            with pytest.raises(FileExistsError, match="a: swap"):
+                store.swap_bytes(name, b"mine", version)
+            if expected is None:
+                assert list(store.list_objects(f"{prefix}/")) == []
+            else:
+                content, later = store.read_versioned(name)
+                assert (content, later != version) == (expected, True)
 
     def test_one_of_many_swaps(self, store: ObjectStore, prefix: str) -> None:
-        """Exactly one of eight threads that swap the same version at once succeeds, and its bytes are there."""
+        """Exactly one of eight threads succeeds to swap the same version."""
         if not store.swaps_atomically:
-            pytest.skip("this store cannot swap atomically, and says so")
+            pytest.skip("the store does not swap atomically")
         name = f"{prefix}/a"
         store.put_bytes(name, b"first")
         for _ in range(3):
-            (_, version), start = store.read_versioned(name), threading.Barrier(8)
+            _, version = store.read_versioned(name)
 
-            def swap(number: int, version: str = version, start: threading.Barrier = start) -> int | None:
-                start.wait(10)
-                try:
-                    store.swap_bytes(name, f"{number} after {version}".encode(), version)
-                except (FileExistsError, ObjectStoreTransientError):  # transient: another swap is under way
-                    return None
-                return number
+            def swap(number: int, version: str = version) -> None:
+                store.swap_bytes(name, f"{number} after {version}".encode(), version)
 
-            with ThreadPoolExecutor(8) as pool:
-                winners = [number for number in pool.map(swap, range(8)) if number is not None]
-            assert len(winners) == 1
-            assert store.read_versioned(name)[0] == f"{winners[0]} after {version}".encode()
+            winner = _winner(swap)
+            assert store.read_versioned(name)[0] == f"{winner} after {version}".encode()
 
-    # ── errors ───────────────────────────────────────────────────────────────────────────────────────────────────
     def test_a_missing_object_is_not_found(self, store: ObjectStore, prefix: str, tmp_path: Path) -> None:
-        """Reading a missing object raises FileNotFoundError with its name, and leaves no file."""
+        """A read of a missing object raises FileNotFoundError with the name, and writes no file."""
         name = f"{prefix}/missing"
         for read in (
             lambda: store.get_object_size(name),
@@ -308,7 +234,7 @@ class ObjectStoreContract(ABC):
         assert list(tmp_path.iterdir()) == []
 
     def test_a_missing_bucket_is_not_found(self, missing_bucket: ObjectStore, tmp_path: Path) -> None:
-        """Every operation on a missing bucket raises FileNotFoundError; a listing is no exception."""
+        """Every operation on a missing bucket raises FileNotFoundError, including lists."""
         (tmp_path / "source").write_bytes(b"x")
         for use in (
             lambda: missing_bucket.list_objects("a"),
@@ -324,7 +250,7 @@ class ObjectStoreContract(ABC):
                 use()
 
     def test_a_local_file_is_not_overwritten(self, store: ObjectStore, prefix: str, tmp_path: Path) -> None:
-        """A download refuses to replace a file without ``overwrite``."""
+        """A download replaces a local file only with ``overwrite``."""
         store.put_bytes(f"{prefix}/a", b"new")
         (tmp_path / "copy").write_bytes(b"old")
         with pytest.raises(FileExistsError, match="copy"):
@@ -334,14 +260,14 @@ class ObjectStoreContract(ABC):
         assert (tmp_path / "copy").read_bytes() == b"new"
 
     def test_a_missing_local_file_uploads_nothing(self, store: ObjectStore, prefix: str, tmp_path: Path) -> None:
-        """An upload of no file is FileNotFoundError, and there is no object."""
+        """An upload of a missing file raises FileNotFoundError and creates no object."""
         with pytest.raises(FileNotFoundError, match="nothing"):
             store.upload_object(f"{prefix}/a", tmp_path / "nothing")
         assert list(store.list_objects(f"{prefix}/")) == []
 
     @pytest.mark.parametrize("name", _BAD_NAMES)
     def test_names_that_are_none_are_refused(self, store: ObjectStore, name: str) -> None:
-        """A name with '..', an empty part, too many bytes or what is no text is a ConfigError for every verb."""
+        """A name with '..', an empty part, invalid text or too many bytes is a ConfigError in every method."""
         for use in (
             lambda: store.put_bytes(name, b""),
             lambda: store.read_range(name, 0, 1),
@@ -353,19 +279,17 @@ class ObjectStoreContract(ABC):
             with pytest.raises(ConfigError, match="name"):
                 use()
 
-    # ── writing is possible ──────────────────────────────────────────────────────────────────────────────────────
     def test_a_check_leaves_nothing_behind(self, store: ObjectStore, prefix: str) -> None:
-        """``check_writable`` succeeds where writing does, and there is no object and no upload afterwards."""
+        """``check_writable`` succeeds and leaves neither object nor upload."""
         store.check_writable(f"{prefix}/run")
         assert list(store.list_objects(prefix)) == []
         assert list(store.unfinished_parts(prefix)) == []
 
-    # ── parts ────────────────────────────────────────────────────────────────────────────────────────────────────
     def test_parts_become_one_object(self, store: ObjectStore, prefix: str) -> None:
-        """Parts that were sent in any order by several threads are one object, in order, when they are completed."""
+        """Parts sent by several threads in any order become one object at completion."""
         name = f"{prefix}/parts"
         if (upload := store.start_parts(name)) is None:
-            pytest.skip("this store takes objects as a whole only")
+            pytest.skip("the store does not support parts")
         size = max(store.least_part_bytes, 1000)
         parts = [os.urandom(size), os.urandom(size), os.urandom(17)]
         with ThreadPoolExecutor(3) as pool:
@@ -383,10 +307,10 @@ class ObjectStoreContract(ABC):
         assert list(store.unfinished_parts(prefix)) == []
 
     def test_another_process_goes_on_with_parts(self, store: ObjectStore, prefix: str) -> None:
-        """An unfinished upload is found by its name. A part with other bytes replaces the part that the store has."""
+        """Another process finds an unfinished upload by name, and replaces a part."""
         name = f"{prefix}/parts"
         if (upload := store.start_parts(name)) is None:
-            pytest.skip("this store takes objects as a whole only")
+            pytest.skip("the store does not support parts")
         size = max(store.least_part_bytes, 1000)
         first, second = os.urandom(size), os.urandom(20)
         upload.send(1, memoryview(first))
@@ -399,18 +323,17 @@ class ObjectStoreContract(ABC):
         assert store.read_range(name, 0, 2 * size) == first + second
 
     def test_aborted_parts_are_gone(self, store: ObjectStore, prefix: str) -> None:
-        """An abort leaves neither an object nor an unfinished upload; to abort again is no error."""
+        """An abort leaves neither object nor upload. A second abort succeeds."""
         if (upload := store.start_parts(f"{prefix}/parts")) is None:
-            pytest.skip("this store takes objects as a whole only")
+            pytest.skip("the store does not support parts")
         upload.send(1, memoryview(b"x"))
         upload.abort()
         upload.abort()
         assert list(store.list_objects(prefix)) == []
         assert list(store.unfinished_parts(prefix)) == []
 
-    # ── the rest ─────────────────────────────────────────────────────────────────────────────────────────────────
     def test_threads_share_a_store(self, store: ObjectStore, prefix: str) -> None:
-        """Several threads that write and read at once do not see each other's bytes."""
+        """Concurrent threads read their own bytes."""
 
         def use(number: int) -> bool:
             data = os.urandom(50_000)
@@ -421,7 +344,7 @@ class ObjectStoreContract(ABC):
             assert all(pool.map(use, range(24)))
 
     def test_training_does_not_notice(self, store: ObjectStore, prefix: str, tmp_path: Path) -> None:
-        """No verb draws from Python's generator: uploads do not change the random numbers of training."""
+        """No method uses Python's global random generator, so training is reproducible."""
         (tmp_path / "source").write_bytes(os.urandom(300_000))
         before = random.getstate()
         store.check_writable(f"{prefix}/run")
@@ -438,6 +361,23 @@ class ObjectStoreContract(ABC):
         assert random.getstate() == before
 
     def test_closing_twice_is_fine(self, store: ObjectStore) -> None:
-        """``close`` may be called again."""
+        """A second ``close`` succeeds."""
         store.close()
         store.close()
+
+
+def _winner(use: Callable[[int], None]) -> int:
+    """Call ``use`` in eight threads at once, and return the number of the only successful thread."""
+    start = threading.Barrier(8)
+
+    def run(number: int) -> int | None:
+        start.wait(10)
+        try:
+            use(number)
+        except (FileExistsError, ObjectStoreTransientError):  # transient: another thread is running
+            return None
+        return number
+
+    with ThreadPoolExecutor(8) as pool:
+        (winner,) = [number for number in pool.map(run, range(8)) if number is not None]
+    return winner

@@ -1,4 +1,4 @@
-"""A proxy that does to HTTP, on purpose, what bad networks and busy services do."""
+"""An HTTP proxy that injects the faults of bad networks and busy services."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from composerlite.errors import ConfigError
 @final
 @dataclass(frozen=True)
 class NetworkFaults:
-    """Fractions of requests that meet each fault, each from 0 to 1, together at most 1.
+    """Fraction of requests with each fault, from 0 to 1. The sum is at most 1.
 
     Attributes:
-        unavailable: answered with 503, without asking the service.
-        resets: the connection is reset in the middle of the body, of the request if it has one, else of the answer.
-        truncations: the same, but the connection is closed in order.
-        lost_answers: the service does what it should, and the connection is reset before the answer.
-        stalls: nothing moves for ``stall_seconds`` in the middle of the body; then it continues.
-        delays: the answer comes up to ``delay_seconds`` later, so that answers change their order.
-        stall_seconds: how long a stall lasts.
-        delay_seconds: the longest delay.
+        unavailable: the proxy answers 503 without asking the service.
+        resets: the connection is reset in the middle of the request body, or of the answer to a request without body.
+        truncations: the connection is closed in the middle of a body.
+        lost_answers: the service handles the request, and the connection is reset before the answer.
+        stalls: a body is interrupted for ``stall_seconds``, then continued.
+        delays: the answer is delayed by up to ``delay_seconds``, so answers change their order.
+        stall_seconds: duration of a stall.
+        delay_seconds: maximum delay.
     """
 
     unavailable: float = 0.0
@@ -45,13 +45,13 @@ class NetworkFaults:
     def __post_init__(self) -> None:
         shares = [getattr(self, name) for name in _KINDS]
         if min(shares) < 0 or sum(shares) > 1 + 1e-9:
-            raise ConfigError(f"{self}: expected shares from 0 to 1, together at most 1")
+            raise ConfigError(f"{self}: expected fractions from 0 to 1, with a sum of at most 1.")
 
 
 _KINDS = [field.name for field in fields(NetworkFaults) if not field.name.endswith("seconds")]
 _PIECE_BYTES = 64 << 10
 _HEAD_BYTES = 64 << 10
-_SOCKET_BYTES = 128 << 10  # what the system takes before we count it
+_SOCKET_BYTES = 128 << 10  # limits the data in buffers of the system, not yet counted
 _CONNECT_SECONDS = 10.0
 _CLOSE_SECONDS = 10.0
 _LINGER_SECONDS = 0.2
@@ -59,11 +59,11 @@ _RANDOM_VALUES = re.compile(r"(uploadId|X-Amz-[A-Za-z-]+)=[^& ]*")
 
 
 class _Plan(NamedTuple):
-    """Plan for one request.
+    """Fault of a request.
 
     Attributes:
-        kind: of fault; empty: none.
-        share: of the body after which it happens; of the longest delay.
+        kind: name of the fault in :class:`NetworkFaults`; empty: no fault.
+        share: place of the fault as a fraction of the body, or fraction of the maximum delay.
     """
 
     kind: str
@@ -71,12 +71,12 @@ class _Plan(NamedTuple):
 
 
 class _Head(NamedTuple):
-    """A request or an answer, but for its body.
+    """Head of a request or an answer.
 
     Attributes:
-        raw: as it came.
-        first: the first line.
-        headers: by their names in small letters.
+        raw: the bytes.
+        first: parts of the first line.
+        headers: headers by lower-case name.
     """
 
     raw: bytes
@@ -98,26 +98,31 @@ class _Head(NamedTuple):
 
 @final
 class FaultProxy:
-    """Listens on loopback and passes HTTP/1.1 on to a service, with faults. Used as a context manager.
+    """Forwards HTTP/1.1 from a local port to a service, with faults. A context manager.
 
-    Which fault a request meets depends on ``seed``, on what it asks for, and on how often that was asked for before:
-    not on the order in which the threads of a client come. So a test meets the same faults in every run. Names made by
-    chance (ports, buckets) change what is met, unless they are taken from a seed, too; names of uploads do not.
+    The fault of a request depends on ``seed``, on the request, and on the number of equal requests before, but not on
+    the order of threads. So a test has the same faults in every run. Random names of buckets or objects change the
+    faults; random upload ids do not.
 
     Args:
-        host: of the service.
-        port: of the service.
-        faults: what goes wrong.
+        host: host of the service.
+        port: port of the service.
+        faults: fractions of faults.
         seed: any number.
 
     Attributes:
-        faults: may be changed at any time.
-        blackhole: while it is true nothing passes, and nothing is refused.
-        url: where it listens, as in ``http://127.0.0.1:12345``.
-        bytes_up: of requests that came from clients, heads included.
-        bytes_down: of answers that went to clients.
-        requests: that came.
-        happened: how often each fault did, by its name in :class:`NetworkFaults`.
+        faults: fractions of faults; may be changed at any time.
+        blackhole: if true, all traffic is held back.
+        url: address of the proxy, such as ``http://127.0.0.1:12345``.
+        bytes_up: size of all requests, including heads.
+        bytes_down: size of all answers.
+        requests: number of requests.
+        happened: number of faults by name in :class:`NetworkFaults`.
+
+    Example::
+
+        with FaultProxy("localhost", 9000, NetworkFaults(unavailable=0.2), seed=1) as proxy:
+            store = S3ObjectStore("my-bucket", endpoint_url=proxy.url)
     """
 
     def __init__(self, host: str, port: int, faults: NetworkFaults = NetworkFaults(), seed: int = 0) -> None:
@@ -144,7 +149,7 @@ class FaultProxy:
         self.close()
 
     def close(self) -> None:
-        """Close all connections. May be called twice."""
+        """Close all connections. A second call does nothing."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._ended.set)
             self._thread.join(_CLOSE_SECONDS)
@@ -173,7 +178,7 @@ class FaultProxy:
         try:
             await link.run(*self._target)
         except (OSError, EOFError, asyncio.LimitOverrunError, asyncio.CancelledError):
-            _reset(writer)  # one side went away: so does the other
+            _reset(writer)  # one side closed the connection: close the other
         finally:
             link.close()
             self._clients.discard(task)
@@ -196,7 +201,7 @@ class FaultProxy:
 
 @final
 class _Link:
-    """One connection of a client, and the one to the service that belongs to it."""
+    """A connection of a client, with a connection to the service."""
 
     def __init__(self, proxy: FaultProxy, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._proxy = proxy
@@ -204,7 +209,7 @@ class _Link:
         self._service: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def run(self, host: str, port: int) -> None:
-        """Pass requests on until one side has enough."""
+        """Forward requests until one side closes the connection."""
         while (head := await _read_head(self._reader)) is not None:
             await self._passage()
             self._proxy.bytes_up += len(head.raw)
@@ -226,7 +231,7 @@ class _Link:
     async def _exchange(
         self, head: _Head, plan: _Plan, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> bool:
-        """Forward one request and its answer; return true if another may follow on this connection."""
+        """Forward a request and the answer. Returns true if the connection stays open."""
         has_body = head.chunked or bool(head.body_bytes)
         writer.write(head.raw)
         sending = asyncio.create_task(
@@ -238,7 +243,7 @@ class _Link:
             if sending in done and sending.exception() is not None:
                 raise sending.exception() or AssertionError
             stays = await receiving
-            if not sending.done():  # an answer before the end of the question: mostly no
+            if not sending.done():  # answered before the end of the request, usually an error
                 sending.cancel()
                 await asyncio.gather(sending, return_exceptions=True)
                 await self._linger()
@@ -250,7 +255,7 @@ class _Link:
             await asyncio.gather(sending, receiving, return_exceptions=True)
 
     async def _send(self, head: _Head, plan: _Plan, writer: asyncio.StreamWriter) -> None:
-        """The body of a request, from the client to the service."""
+        """Forward the body of a request."""
         cut = plan.share * (head.body_bytes or _PIECE_BYTES)
         sent = 0
         async for piece in _body(self._reader, head):
@@ -267,7 +272,7 @@ class _Link:
             await writer.drain()
 
     async def _receive(self, head: _Head, plan: _Plan, reader: asyncio.StreamReader, *, has_body: bool) -> bool:
-        """The answer, from the service to the client; whether the service continues with this connection."""
+        """Forward an answer. Returns true if the service keeps the connection open."""
         while True:
             answer = await _read_head(reader)
             if answer is None:
@@ -276,7 +281,7 @@ class _Link:
                 break
             await self._pass_down(answer.raw)
         if plan.kind == "lost_answers":
-            raise EOFError("lost on purpose")
+            raise EOFError("injected fault")
         if plan.kind == "delays":
             await asyncio.sleep(plan.share * self._proxy.faults.delay_seconds)
         await self._pass_down(answer.raw)
@@ -299,16 +304,16 @@ class _Link:
         if plan.kind == "stalls":
             await asyncio.sleep(self._proxy.faults.stall_seconds)
         elif plan.kind == "resets":
-            raise ConnectionResetError("on purpose")
+            raise ConnectionResetError("injected fault")
         elif plan.kind == "truncations":
             await self._writer.drain()
             self._writer.close()
             await self._writer.wait_closed()
-            raise EOFError("truncated on purpose")
+            raise EOFError("injected fault")
 
     async def _refuse(self) -> None:
         """Answer 503."""
-        body = b"<Error><Code>SlowDown</Code><Message>Reduce your request rate (on purpose).</Message></Error>"
+        body = b"<Error><Code>SlowDown</Code><Message>Reduce your request rate (injected).</Message></Error>"
         await self._pass_down(
             b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/xml\r\nConnection: close\r\n"
             b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
@@ -316,7 +321,7 @@ class _Link:
         await self._linger()
 
     async def _linger(self) -> None:
-        """Read until the client stops sending. To close at once could cost it the answer."""
+        """Read until the client stops sending. Closing earlier could drop the answer."""
         with contextlib.suppress(TimeoutError):
             while piece := await asyncio.wait_for(self._reader.read(_PIECE_BYTES), _LINGER_SECONDS):
                 self._proxy.bytes_up += len(piece)
@@ -333,7 +338,7 @@ class _Link:
 
 
 async def _read_head(reader: asyncio.StreamReader) -> _Head | None:
-    """The next request or answer; ``None`` at the end of the connection."""
+    """Read the head of a request or answer; ``None`` at the end of the connection."""
     try:
         raw = await reader.readuntil(b"\r\n\r\n")
     except asyncio.IncompleteReadError as e:
@@ -346,7 +351,7 @@ async def _read_head(reader: asyncio.StreamReader) -> _Head | None:
 
 
 async def _body(reader: asyncio.StreamReader, head: _Head, *, until_end: bool = False) -> AsyncGenerator[bytes]:
-    """The pieces of a body, as they come: with the lengths of chunks, where it has such."""
+    """Yield the pieces of a body, including the lengths of chunks."""
     if head.chunked:
         size = 1
         while size:
@@ -378,7 +383,7 @@ async def _body(reader: asyncio.StreamReader, head: _Head, *, until_end: bool = 
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:
-    """End a connection so that the other side gets an error, and what was not read yet is gone."""
+    """Reset a connection: the other side gets an error, and unread data is lost."""
     connection = writer.get_extra_info("socket")
     if connection is not None and connection.fileno() >= 0:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -1,4 +1,4 @@
-"""A store whose verbs fail on purpose."""
+"""A store with injected faults."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from composerlite.storage import ObjectInfo, ObjectRange, ObjectStore, PartUploa
 
 
 def _lost() -> Exception:
-    return ObjectStoreTransientError("the connection was lost (a fault on purpose)")
+    return ObjectStoreTransientError("the connection was lost (injected fault)")
 
 
 @final
 @dataclass(frozen=True)
 class Fault:
-    """Fault of some calls of a :class:`FaultyStore`.
+    """A fault of calls of a :class:`FaultyStore`.
 
     Attributes:
-        verb: of the store or of an upload in parts (``send``, ``complete``, ``abort``); may have ``*``.
-        name: of the object, or the prefix; may have ``*``.
-        error: makes what is raised; ``None``: nothing is.
-        after: number of calls that succeed first.
-        times: number of calls that fail; later ones succeed.
-        lost_answer: the call does what it should, and fails then.
-        seconds: that the call takes longer.
-        first: is called before anything else: it may wait for something.
+        verb: method of the store, or of an upload in parts (``send``, ``complete``, ``abort``); may contain ``*``.
+        name: name of the object, or prefix; may contain ``*``.
+        error: function to create the exception; ``None``: raise nothing.
+        after: number of successful calls before the fault.
+        times: number of failing calls; later calls succeed.
+        lost_answer: forward the call, then fail.
+        seconds: delay of the call.
+        first: function to call before anything else, for example to wait.
     """
 
     verb: str = "*"
@@ -48,12 +48,20 @@ class Fault:
 
 @final
 class FaultyStore(ObjectStore):
-    """Forwards to ``store``, with faults. The first one that matches a call and has occurrences left is injected.
+    """Forwards calls to ``store``, with faults. The first matching fault is injected.
+
+    Args:
+        store: the store to wrap.
+        faults: the faults.
 
     Attributes:
-        faults: may be changed at any time.
-        calls: verb and name of every call so far, in order.
-        sent_bytes: of all parts and objects that were put, the failed ones included.
+        faults: the faults; may be changed at any time.
+        calls: method and name of every call, in order.
+        sent_bytes: total size of all sent parts and objects, including failed calls.
+
+    Example::
+
+        store = FaultyStore(S3ObjectStore("my-bucket"), Fault(verb="start_parts", times=2))
     """
 
     def __init__(self, store: ObjectStore, *faults: Fault) -> None:
@@ -71,10 +79,10 @@ class FaultyStore(ObjectStore):
 
     @classmethod
     def at(cls, bucket: str, **backend_kwargs: Any) -> FaultyStore:
-        raise ConfigError(f"{cls.__name__} has no buckets: give it a store.")
+        raise ConfigError(f"{cls.__name__} opens no buckets: pass a store.")
 
     def count(self, verb: str) -> int:
-        """Number of calls of ``verb``."""
+        """Return the number of calls of a method."""
         return sum(called == verb for called, _ in self.calls)
 
     def get_uri(self, name: str) -> str:
@@ -152,12 +160,12 @@ class FaultyStore(ObjectStore):
 
     @contextlib.contextmanager
     def call(self, verb: str, name: str, sent_bytes: int = 0) -> Generator[None]:
-        """Around a call of ``verb``: note it, and do what its fault says.
+        """Record a call, and inject a fault around the block.
 
         Args:
             verb: name of the method.
-            name: of the object.
-            sent_bytes: size of the payload.
+            name: name of the object.
+            sent_bytes: size of the sent data.
         """
         with self._lock:
             self.calls.append((verb, name))

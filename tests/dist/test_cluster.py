@@ -123,7 +123,7 @@ def test_a_killed_rank_is_named_with_its_signal() -> None:
 
 def test_a_hang_is_killed_and_says_where_it_was() -> None:
     """The stacks of the ranks that hang are in the error."""
-    with pytest.raises(TimeoutError, match=r"1 of 2 ranks did not end in 5 s") as caught:
+    with pytest.raises(TimeoutError, match=r"1 of 2 ranks did not finish in 5 s") as caught:
         cluster.run_ranks(_sleep_here_on_rank_1, 2, timeout=5)
     ended, hanging = caught.value.__notes__
     assert ended == "Rank 0 had ended: returned"

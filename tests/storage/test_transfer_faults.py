@@ -265,5 +265,5 @@ def test_the_same_requests_meet_the_same_faults(bucket: Bucket) -> None:
 @pytest.mark.parametrize("wrong", [{"resets": -0.1}, {"resets": 0.6, "stalls": 0.6}])
 def test_shares_are_checked(wrong: dict[str, float]) -> None:
     """Shares that cannot be are a ConfigError."""
-    with pytest.raises(ConfigError, match="together at most 1"):
+    with pytest.raises(ConfigError, match="sum of at most 1"):
         NetworkFaults(**wrong)
