@@ -33,7 +33,6 @@ from composerlite.core.interval import SchedulePredicate
 from composerlite.core.state.optimizer_state import lost_parameters
 from composerlite.devices import Device
 from composerlite.errors import ConfigError, naming
-from composerlite.loggers import ConsoleLogger, ProgressBarLogger
 from composerlite.models import ComposerModel
 from composerlite.optim import DecoupledSGDW
 from composerlite.trainer.checks import as_list, check_data, check_methods, require
@@ -241,6 +240,8 @@ def build_parts(arguments: Mapping[str, Any]) -> tuple[list[Algorithm], list[Cal
     loggers: list[LoggerDestination] = as_list(arguments["loggers"], LoggerDestination, argument="loggers")
     check_methods([*algorithms, *callbacks, *loggers])
 
+    from composerlite.loggers import ConsoleLogger, ProgressBarLogger  # imports rich
+
     console: dict[str, Any] = {"stream": arguments["console_stream"], "log_traces": arguments["log_traces"]}
     interval, to_console = arguments["console_log_interval"], arguments["log_to_console"]
     if arguments["progress_bar"]:
@@ -328,6 +329,8 @@ def bars_stopped_by_errors(logger: Logger) -> Generator[None]:
     try:
         yield
     except BaseException:
+        from composerlite.loggers import ProgressBarLogger
+
         for destination in logger.destinations:
             if isinstance(destination, ProgressBarLogger):
                 destination.stop()

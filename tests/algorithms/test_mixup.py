@@ -124,5 +124,5 @@ def test_what_is_no_tensor_is_refused() -> None:
     run.state.batch = (X, Y)
     run.engine.run_event(Event.BEFORE_FORWARD)
     run.state.outputs = {"logits": X}
-    with pytest.raises(TrainingError, match="expected a tensor .N, C"):
+    with pytest.raises(TrainingError, match=r"expected a tensor .N, C"):
         run.engine.run_event(Event.BEFORE_LOSS)
