@@ -61,7 +61,10 @@ def test_arguments_have_types_defaults_and_meanings(schema: dict[str, Any]) -> N
     assert trainer["save_interval"]["default"] == "1ep"
     classes = trainer["callbacks"]["anyOf"][0]["anyOf"][0]["properties"]
     assert "patience" in classes["early_stopper"]["anyOf"][0]["properties"]
-    assert "clock" not in classes["goodput_monitor"]["anyOf"][0]["properties"]
+    loggers = trainer["loggers"]["anyOf"][0]["anyOf"][0]["properties"]
+    slack = loggers["slack"]["anyOf"][0]["properties"]
+    assert "channel_id" in slack
+    assert "formatter_func" not in slack
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.name)

@@ -77,11 +77,11 @@ class DataPosition(ABC):
         Raises:
             IncompatibleCheckpointError: the loader does not repeat the batches before the checkpoint.
         """
-        is_live = self._batches is not None and self._restored is None and number == self._number
-        if is_live and self._given - skip in (0, 1):
+        is_same = self._restored is None and number == self._number and self._given - skip in (0, 1)
+        if self._batches is not None and is_same:
             if self._given > skip:  # training failed on the last batch: give the batch again
                 self._given = skip
-                self._batches = itertools.chain([self._last], self._batches or ())
+                self._batches = itertools.chain([self._last], self._batches)
             return self
         saved, self._number = self._restored, number
         training = rng.capture()

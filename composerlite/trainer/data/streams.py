@@ -50,8 +50,7 @@ class ReplayPosition(DataPosition):
         if skip:
             return self._replay(skip)
         self._warn_if_cut(saved)
-        batches = iter(self._loader)
-        return self._not_empty(batches) if saved is not None and saved["states"] else batches
+        return self._not_empty() if saved is not None and saved["states"] else iter(self._loader)
 
     def _own_state(self) -> StateDict:
         return {"was_cut": True, "states": []} if self._was_cut and not self._in_epoch else {}
@@ -69,9 +68,10 @@ class ReplayPosition(DataPosition):
                 type(self._loader).__name__,
             )
 
-    def _not_empty(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Return ``batches``, or the next pass if ``batches`` is empty: the restored state was the end of a pass."""
+    def _not_empty(self) -> Iterator[Batch]:
+        """Return the next pass, or the pass after it if it is empty: the restored state was the end of a pass."""
         before, own = rng.capture(), self._held.generator_states()
+        batches = iter(self._loader)
 
         def chained() -> Iterator[Batch]:
             first, rest = list(itertools.islice(batches, 1)), batches
@@ -187,7 +187,7 @@ class StatefulPosition(ReplayPosition):
             self._own_state()
             rng.restore([before])
             self._held.set_generators(own)
-            return self._not_empty(iter(self._loader))
+            return self._not_empty()
         batches = iter(self._loader)
         workers = _workers_in(state)
         if workers and all(map(_has_ended, workers)):
