@@ -24,9 +24,7 @@ ROOT = Path(__file__).parents[1]
 PYTHONS, TORCHES = ("3.11", "3.12", "3.13"), ("2.11", "2.12", "2.13")
 TESTS = ("tests/checkpoint", "tests/resume", "tests/trainer", "tests/test_torch_compat.py")
 LEFT_OUT = (
-    *("abandoned_temporaries", "damaged_candidates", "directories_in_buckets", "files_of_others", "first_saves"),
-    *("hostile_files", "lease", "lease_turns", "leases_of_runs", "replacing", "replacing_matrix", "saver_bucket"),
-    *("several_disks", "slow_deletions", "started_over_in_a_bucket"),
+    *("buckets", "copies", "files_of_others", "hostile_files", "lease", "leases_of_runs", "replacing_matrix", "savers"),
     *("attempts", "bucket_kill", "evaluation_generators", "interrupted_evaluations", "memory_generation"),
     *("preempted_ranks", "preemption", "stopped_runs"),
 )

@@ -41,7 +41,8 @@ __all__ = [
 SHORT = os.environ.get("BENCH_SHORT") == "1"
 """Whether each measurement runs once, with small sizes and only the installed peers. Shows that the benchmarks work."""
 
-OUT = Path(__file__).parent / "out" / ("short" if SHORT else ".")
+OUT = Path(os.environ.get("BENCH_OUT", Path(__file__).parent / "out"))
+"""Folder of the results."""
 
 DISTURBED = float("inf") if SHORT else 0.1
 """A repeat is dropped if other processes used more than this share of one core while it ran. Short runs drop none."""

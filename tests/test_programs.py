@@ -14,14 +14,13 @@ import pytest
 ROOT = Path(__file__).parents[1]
 MAKEFILE = (ROOT / "Makefile").read_text()
 TARGETS = re.findall(r"^([a-z-]+):.*## ", MAKEFILE, re.MULTILINE)
-SHORT = ROOT / "benchmarks" / "out" / "short"
 BENCHMARKS = re.findall(r"^ONLY \?= (.*)$", MAKEFILE, re.MULTILINE)[0].split()
 GPU_STAGES = ["limits", "save", "steps", "training", "durable", "load", "torch_save", "dcp"]
 
 
-def run(*command: str, timeout: float = 240) -> str:
-    """Return what a command prints. The benchmarks run in their short form."""
-    environment = {**os.environ, "BENCH_SHORT": "1", "OMP_NUM_THREADS": "1"}
+def run(*command: str, out: Path | None = None, timeout: float = 240) -> str:
+    """Return what a command prints. The benchmarks run in their short form and write their results to ``out``."""
+    environment = {**os.environ, "BENCH_SHORT": "1", "OMP_NUM_THREADS": "1", "BENCH_OUT": str(out)}
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout, check=False
     )
@@ -39,18 +38,18 @@ def test_each_target_of_the_makefile_names_programs_that_exist(target: str) -> N
 
 
 @pytest.mark.timeout(600)
-def test_every_benchmark_runs_and_the_report_judges_the_targets() -> None:
+def test_every_benchmark_runs_and_the_report_judges_the_targets(tmp_path: Path) -> None:
     for name in BENCHMARKS:
-        run(sys.executable, f"benchmarks/{name}.py")
-        assert json.loads((SHORT / f"{name}.json").read_text())
-    report = run(sys.executable, "benchmarks/report.py")
+        run(sys.executable, f"benchmarks/{name}.py", out=tmp_path)
+        assert json.loads((tmp_path / f"{name}.json").read_text())
+    report = run(sys.executable, "benchmarks/report.py", out=tmp_path)
     judged = set(re.findall(r"^(P\d+)\w* .*(?:met|MISSED)", report, re.MULTILINE))
     assert {"P1", "P3", "P4", "P6", "P7", "P8", "P9", "P10"} <= judged, report
 
 
-def test_the_scale_benchmark_runs() -> None:
+def test_the_scale_benchmark_runs(tmp_path: Path) -> None:
     arguments = ["--models", "7B", "--layouts", "FSDP2", "--ranks", "8", "--no-votes"]
-    assert "not run: votes" in run(sys.executable, "benchmarks/scale.py", *arguments)
+    assert "not run: votes" in run(sys.executable, "benchmarks/scale.py", *arguments, out=tmp_path)
 
 
 def test_every_stage_of_the_gpu_benchmark_runs_on_a_cpu() -> None:

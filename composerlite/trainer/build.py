@@ -255,13 +255,13 @@ def build_parts(arguments: Mapping[str, Any]) -> tuple[list[Algorithm], list[Cal
         profilers: list[Profiler] = as_list(arguments["profiler"], Profiler, argument="profiler")
         handlers = [handler for profiler in profilers for handler in profiler.trace_handlers]
         callbacks[:0] = [*profilers, *as_list(handlers, TraceHandler, argument="trace_handlers")]
-    if arguments["save_folder"] is not None or arguments["save_memory_interval"] is not None:
-        callbacks += _savers(arguments, callbacks)
-    elif arguments["save_memory_replication"] is not None:
+    if arguments["save_memory_replication"] is not None and arguments["save_memory_interval"] is None:
         raise ConfigError(
             f"save_memory_replication={arguments['save_memory_replication']!r} is for checkpoints in memory: give "
             "save_memory_interval as well."
         )
+    if arguments["save_folder"] is not None or arguments["save_memory_interval"] is not None:
+        callbacks += _savers(arguments, callbacks)
     if arguments["autoresume"] or callbacks:
         from composerlite.callbacks import PreemptionHandler
 

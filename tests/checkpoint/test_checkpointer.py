@@ -156,7 +156,7 @@ def test_what_is_loaded_can_be_chosen(tmp_path: Path) -> None:
     assert same(states(other, other_optim), states(model, optim))
     with pytest.raises(CheckpointNotFoundError, match="load_trainer_state=True"):
         checkpointer.load(tmp_path / "bare", other, load_trainer_state=True)
-    with pytest.raises(FileNotFoundError, match="is no checkpoint"):
+    with pytest.raises(FileNotFoundError, match="is not a complete checkpoint"):
         checkpointer.load(tmp_path / "step9", other)
 
 

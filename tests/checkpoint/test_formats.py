@@ -523,7 +523,7 @@ def test_a_token_in_an_address_is_not_logged(tmp_path: Path, caplog: pytest.LogC
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Failing) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        with pytest.raises(CheckpointNotFoundError, match=r"/x\.pt: the server answers 404") as caught:
+        with pytest.raises(CheckpointNotFoundError, match=r"/x\.pt: the server answered 404") as caught:
             get_file(f"http://127.0.0.1:{server.server_port}/x.pt?token=secret", tmp_path / "copy")
         server.shutdown()
     assert "503" in caplog.text

@@ -109,7 +109,7 @@ def test_extra_state_goes_where_it_can(tmp_path: Path, caplog: pytest.LogCapture
         name, *options = FORMS[form]
         caplog.clear()
         converted(source, tmp_path / form.replace(" ", "_") / name, *options)
-        assert "left out what is no tensor: _extra_state" in caplog.text
+        assert "not tensors, left out: _extra_state" in caplog.text
 
 
 def test_what_is_there_is_not_replaced_unasked(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_two_runs_whose_files_have_the_same_names_do_not_share_a_folder(tmp_path
             trainer(run_name="other", save_folder=tmp_path, save_overwrite=True) as run,
             pytest.raises(
                 RunInUseError,
-                match=rf"process {first} on .*replace each other's files.* its own save_folder or file names",
+                match=rf"process {first} on .*would replace these files.* its own save_folder or file names",
             ),
         ):
             run.fit()

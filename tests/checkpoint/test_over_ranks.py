@@ -303,7 +303,7 @@ def test_ranks_that_differ_save_the_same(tmp_path: Path) -> None:
     (manifest,) = Catalog(tmp_path / "slow").manifests()
     Catalog(tmp_path / "slow").verify(manifest)
     assert first["apart"]["sharded"] == second["apart"]["sharded"]
-    assert "'run' of rank 0 is not that of the ranks [1]" in first["apart"]["sharded"]
+    assert "'run' of rank 0 is not the folder of the ranks [1]" in first["apart"]["sharded"]
     assert "state_dict_type='full'" in first["apart"]["sharded"]
     assert first["apart"]["full"] == second["apart"]["full"] == ["run/ep1-ba2-rank0.pt"]
     assert first["apart"]["DDP"] == second["apart"]["DDP"] == ["ddp/ep1-ba2-rank0.pt"]

@@ -274,7 +274,7 @@ def test_an_optimizer_that_has_no_state_before_a_step_says_so(tmp_path: Path) ->
     model, optim = made(torch.optim.LBFGS)
     steps(model, optim, range(1))
     save_model_and_optim_state(tmp_path / "c", model, optim)
-    with pytest.raises(IncompatibleCheckpointError, match="LBFGS has a state after its first step only"):
+    with pytest.raises(IncompatibleCheckpointError, match="LBFGS has no state before its first step"):
         load_model_and_optim_state(tmp_path / "c", *made(torch.optim.LBFGS))
 
 

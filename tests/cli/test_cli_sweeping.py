@@ -192,7 +192,7 @@ def test_a_wrong_rule_is_one_line_and_status_2(demo: Path) -> None:
     before = everything(demo)
     for arguments, words in (
         ([], "no rule is given. Pass --keep-last, --keep-every, --best-k or --abandoned."),
-        (["--best-k", "2"], "best_k=2, best_metric=None: give both"),
+        (["--best-k", "2"], "best_k=2, best_metric=None: expected both"),
         (["--keep-every", "10"], "invalid time '10'"),
         (["--keep-every", "0.5dur"], "the length of training is not known"),
         (["--best-k", "2", "--best-metric", "x", "--best-mode", "most"], "best_mode='most'"),

@@ -52,7 +52,7 @@ def test_a_rank_that_ends_suddenly_is_reported(two: Two) -> None:
     """Who waits for it raises an error that names it and says what happened."""
     two.end_suddenly(1)
     two.wait_until_reported()
-    with pytest.raises(LateRankError, match="rank 1 is gone: its process was killed, or its node is lost") as caught:
+    with pytest.raises(LateRankError, match="rank 1 is lost: its process was killed, or its node failed") as caught:
         two.groups[0].meet("saving")
     assert caught.value.ranks == (1,)
 

@@ -157,7 +157,7 @@ def test_an_optimizer_of_another_kind_is_told_the_way_out(tmp_path: Path) -> Non
     with pytest.raises(IncompatibleCheckpointError) as error:
         other(save_folder=tmp_path / "run")
     assert "the load_… arguments apply only to load_path" in str(error.value)
-    found = re.search(r"another run_name with load_path='(.*)'\.$", str(error.value))
+    found = re.search(r"another run_name and load_path='(.*)'\.$", str(error.value))
     assert found is not None
     with other(save_folder=tmp_path / "other", run_name="other", load_path=found[1]) as run:
         assert int(run.state.timestamp.batch) == 2

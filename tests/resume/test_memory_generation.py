@@ -154,9 +154,9 @@ def test_a_lost_machine_costs_no_more_than_without(tmp_path: Path, memory: Path,
 def test_what_would_be_of_no_use_is_refused(tmp_path: Path) -> None:
     """Without autoresume, without another saver, without such a folder: an error before training."""
     for wrong in ({}, {"autoresume": True, "run_name": "r"}, {"save_folder": tmp_path}):
-        with pytest.raises(ConfigError, match="give autoresume=True and a save_folder as well"):
+        with pytest.raises(ConfigError, match="needs autoresume=True and a save_folder"):
             build(Cell(), save_memory_interval="1ba", **wrong)
-    with pytest.raises(ConfigError, match="there is no such folder"):
+    with pytest.raises(ConfigError, match="no such folder"):
         build(
             Cell(),
             save_memory_interval="1ba",

@@ -74,11 +74,11 @@ class TestLibcloudOnS3(ObjectStoreContract):
     [
         ({"provider": "s3_us_wst"}, "Did you mean 's3_us_west'"),
         ({"provider": "s3", "key_environ": "NO_SUCH_VARIABLE"}, "NO_SUCH_VARIABLE"),
-        ({"provider": "s3", "provider_kwargs": {"region": "mars"}}, "provider 's3' does not take"),
-        ({"provider": "s3"}, "provider 's3' does not take"),
+        ({"provider": "s3", "provider_kwargs": {"region": "mars"}}, "provider 's3' does not accept"),
+        ({"provider": "s3"}, "provider 's3' does not accept"),
         ({"provider": "local", "provider_kwargs": {"key": "/no/such/folder"}}, "not a directory"),
         ({"provider": "local", "chunk_size": 0}, "chunk_size=0"),
-        ({}, "libcloud://bucket does not say whose"),
+        ({}, "libcloud://bucket names no provider"),
     ],
 )
 def test_arguments_that_are_wrong_are_found_at_once(arguments: dict[str, Any], message: str) -> None:

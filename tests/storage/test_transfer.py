@@ -512,7 +512,7 @@ def test_small_objects_come_at_once(store: FaultyStore, transfer: Transfer) -> N
     store.calls.clear()
     assert transfer.read_all("run/a") == b"0123456789"
     assert store.calls == [("read_range", "run/a")]
-    with pytest.raises(CorruptCheckpointError, match="more than the 9 bytes"):
+    with pytest.raises(CorruptCheckpointError, match="more than the allowed 9 bytes"):
         transfer.read_all("run/a", most_bytes=9)
 
 

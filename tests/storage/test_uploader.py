@@ -102,7 +102,7 @@ def test_closing_waits_and_then_says_what_did_not_arrive(tmp_path: Path) -> None
     dropped: list[str] = []
     uploader.submit("first.pt", lambda: go.wait(WAIT), lane="lane")
     uploader.submit("second.pt", lambda: None, lane="lane", dropped=lambda: dropped.append("second.pt"))
-    with pytest.raises(ObjectStoreError, match=r"not done within 0 s: first\.pt, second\.pt"):
+    with pytest.raises(ObjectStoreError, match=r"not finished within 0 s: first\.pt, second\.pt"):
         uploader.close()
     go.set()
     assert dropped == ["second.pt"]

@@ -515,7 +515,7 @@ def two_over(stream: Any) -> tuple[Any, Any]:
 def test_a_loader_that_keeps_one_position_has_one_role(make: Callable[[], Any], name: str) -> None:
     """Refused before training, in the constructor and in fit; between calls of fit where an epoch has begun."""
     train, other = make()
-    words = f"its {name} is also that of the train_dataloader"
+    words = f"its {name} is also the {name} of the train_dataloader"
     with pytest.raises(ConfigError, match=f"eval_dataloader 'eval': {words}"):
         build(train_dataloader=train, eval_dataloader=other)
     train, other = make()

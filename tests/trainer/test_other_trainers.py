@@ -250,7 +250,7 @@ def test_a_name_that_is_always_the_same_is_told_with_what_follows(
     caplog.set_level(logging.WARNING, "composerlite")
 
     def warnings() -> list[str]:
-        return [record.getMessage() for record in caplog.records if "same each time" in record.getMessage()]
+        return [record.getMessage() for record in caplog.records if "is constant" in record.getMessage()]
 
     with build(save_folder=tmp_path / "a", save_filename="model.pt", save_num_checkpoints_to_keep=1) as trainer:
         trainer.fit()
@@ -260,7 +260,7 @@ def test_a_name_that_is_always_the_same_is_told_with_what_follows(
     with build(save_folder=tmp_path / "c", save_filename="model.pt") as trainer:
         trainer.fit()
     assert warnings() == [
-        "save_filename='model.pt' is the same each time: each save replaces the last, and one checkpoint is kept. To "
+        "save_filename='model.pt' is constant: each save replaces the last, so only one checkpoint is kept. To "
         "keep several, put {epoch} or {batch} into it, as in 'ep{epoch}-ba{batch}-rank{rank}.pt'."
     ]
     assert (tmp_path / "c" / "model.pt").is_file()
@@ -402,8 +402,11 @@ def test_a_state_that_would_be_saved_and_not_restored_is_an_error(arguments: dic
         ({"train_dataloader": DataLoader}, "dataloader=DataLoader is a class, not a data loader"),
         ({"eval_dataloader": DataLoader}, "dataloader=DataLoader is a class, not a data loader"),
         ({"run_name": "nul\0"}, r"run_name='nul\\x00' has a null character"),
-        ({"save_latest_filename": "ep1-ba7-rank0.pt"}, "save_latest_filename='ep1-ba7-rank0.pt' is a name that"),
-        ({"save_latest_filename": "ep7-ba7-rank{rank}.pt"}, "save_latest_filename='ep7-ba7-rank{rank}.pt' is a name"),
+        ({"save_latest_filename": "ep1-ba7-rank0.pt"}, "save_latest_filename='ep1-ba7-rank0.pt' is also the name of"),
+        (
+            {"save_latest_filename": "ep7-ba7-rank{rank}.pt"},
+            "save_latest_filename='ep7-ba7-rank{rank}.pt' is also the name",
+        ),
         ({"save_latest_filename": "newest", "save_filename": "{run_name}"}, None),
         ({"save_latest_filename": "ba{batch}.pt", "save_filename": "ba{batch}.pt"}, None),
     ],

@@ -131,7 +131,15 @@ class CutMix(Mixing):
         return mixed, partners, 1 - remaining
 
     def mix_target(self, state: State, target: Tensor) -> Tensor:
-        """Return ``target`` weighted by area, or with the piece of the other image."""
+        """Return ``target`` weighted by area, or with the piece of the other image.
+
+        Args:
+            state: training state with the outputs of the model.
+            target: targets of a batch: classes (N,), or maps (N, …, H, W).
+
+        Returns:
+            Targets of the mixed batch.
+        """
         if not self._is_map(target):
             return super().mix_target(state, target)
         top, left, bottom, right = self._box
