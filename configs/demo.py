@@ -3,7 +3,7 @@
 Trains a small network on images of handwritten digits twice with the same command: once to the end; once asked to end
 with SIGTERM, as a scheduler does, launched again, killed with SIGKILL half-way, and launched once more. Compares the
 two results bit for bit. ``make demo`` runs it in about a minute;
-``python configs/demo.py 2`` trains 2 epochs instead of 8.
+``python configs/demo.py 2 FOLDER`` trains 2 epochs instead of 8 and saves to FOLDER.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from composerlite.checkpoint import Catalog, Manifest
 
 HERE = Path(__file__).parent
-RUNS = HERE.parent / "runs" / "demo"
+RUNS = Path(sys.argv[2]) if len(sys.argv) > 2 else HERE.parent / "runs" / "demo"
 BATCHES_PER_EPOCH = 23
 EPOCHS = int(sys.argv[1]) if len(sys.argv) > 1 else 8
 FIRST_QUARTER, HALF_WAY = BATCHES_PER_EPOCH * EPOCHS // 4, BATCHES_PER_EPOCH * EPOCHS // 2

@@ -67,6 +67,6 @@ def test_the_combinations_of_the_compatibility_test_are_checked() -> None:
     assert "3.11:2.13" in done.stderr
 
 
-def test_the_demo_shows_that_an_interrupted_run_equals_an_uninterrupted_one() -> None:
+def test_the_demo_shows_that_an_interrupted_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     pytest.importorskip("sklearn", reason="the demo trains on images that scikit-learn brings")
-    assert "bit for bit" in run(sys.executable, "configs/demo.py", "2")
+    assert "bit for bit" in run(sys.executable, "configs/demo.py", "2", str(tmp_path / "runs"))
